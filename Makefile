@@ -1,0 +1,47 @@
+# make demo    build .venv and let a real model answer, with its speed and its plan
+# make test    the whole CPU suite (what CI runs)
+# make check   lint, types, tests
+PYTHON ?= $(shell for p in python3.12 python3.11 python3; do \
+	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null && echo $$p && break; done)
+VENV ?= .venv
+BIN := $(VENV)/bin
+QUESTION ?= What is gravity?
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
+
+.PHONY: demo test check lint types clean
+
+# Two stamps: the demo needs less than the tests.
+ENGINE := $(VENV)/.engine
+DEV := $(VENV)/.dev
+
+demo: $(ENGINE)
+	@$(BIN)/pellucid generate smollm2 --chat --prompt "$(QUESTION)" --max-tokens 160 --plan
+
+test: $(DEV) lint types
+	$(BIN)/python -m pytest
+
+check: test
+
+lint: $(DEV)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(DEV)
+	$(BIN)/mypy
+
+$(VENV)/bin/python:
+	@test -n "$(PYTHON)" || { echo "error: no Python 3.11 or 3.12 found; set PYTHON=/path/to/python3.11"; exit 2; }
+	@$(PYTHON) -m venv $(VENV) || { echo "error: could not make $(VENV); on Debian: apt install python3-venv"; exit 2; }
+
+# torch first and by its pin: where a CPU build of that version is at hand, pip takes it.
+$(ENGINE): pyproject.toml constraints.txt | $(VENV)/bin/python
+	$(PIP) torch
+	$(PIP) --editable '.[engine]'
+	@touch $@
+
+$(DEV): $(ENGINE)
+	$(PIP) --editable '.[dev]'
+	@touch $@
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache

@@ -1,0 +1,83 @@
+"""`pellucid generate`: one prompt in, streamed text out; speed and plan on request."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from typing import Any
+
+import click
+
+from pellucid.cli.engine_options import engine_args, engine_options
+from pellucid.cli.sampling_options import sampling_options, sampling_params
+
+
+@click.command()
+@click.argument("model", type=click.Path())
+@click.option("--prompt", help="The text to continue; read from standard input when not given.")
+@click.option("--chat", is_flag=True, help="Send the prompt as a user's turn through the model's chat template.")
+@click.option("--system", help="System message, with --chat.")
+@click.option("--plan", "show_plan", is_flag=True, help="Print the plan first: what runs, and why.")
+@click.option("--json", "as_json", is_flag=True, help="Print the whole result as JSON instead of streaming text.")
+@sampling_options
+@engine_options
+@click.pass_context
+def generate(
+    ctx: click.Context,
+    /,
+    model: str,
+    prompt: str | None,
+    chat: bool,
+    system: str | None,
+    show_plan: bool,
+    as_json: bool,
+    **options: Any,
+) -> None:
+    """Continue --prompt with MODEL (a model folder, a GGUF file, a hub name, or `smollm2`), greedily by default.
+
+    Text goes to standard output; the time to the first token and the decode speed to standard error.
+    """
+    begin = time.monotonic()
+    params = sampling_params(options, temperature=0.0)
+    from pellucid.cli.loading import load_llm
+
+    if prompt is None:
+        prompt = click.get_text_stream("stdin").read()
+    llm = load_llm(engine_args(ctx, model))
+    if show_plan:
+        from pellucid.selection.explain import render
+
+        click.echo(render(llm.plan, llm.engine.notes) + "\n", err=as_json)
+    ready = time.monotonic()
+    turns = [{"role": "system", "content": system}] if system else []
+    tokens = llm.apply_chat_template([*turns, {"role": "user", "content": prompt}]) if chat else prompt
+    pieces, count, last = [], 0, None
+    for delta in llm.stream(tokens, params):
+        pieces.append(delta.text)
+        count += len(delta.token_ids)
+        last = delta
+        if not as_json:
+            click.echo(delta.text, nl=False)
+            sys.stdout.flush()
+    assert last is not None and last.metrics is not None
+    summary = {
+        "load_s": round(ready - begin, 3),
+        "ttft_s": None if last.metrics.ttft_s is None else round(last.metrics.ttft_s, 4),
+        "decode_tok_s": _rounded(last.metrics.decode_tok_s(count)),
+        "output_tokens": count,
+        "finish_reason": last.finish_reason,
+    }
+    if as_json:
+        click.echo(json.dumps({"text": "".join(pieces), **summary}, ensure_ascii=False))
+        return
+    click.echo()
+    click.echo(
+        f"[load {summary['load_s']} s, first token {summary['ttft_s']} s, decode {summary['decode_tok_s']} tok/s, "
+        f"{count} tokens, {last.finish_reason}]",
+        err=True,
+    )
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None else round(value, 1)

@@ -1,0 +1,17 @@
+"""Starts an `LLM` from the command line with a status line while weights load. Used by `generate` and `chat`."""
+
+from __future__ import annotations
+
+from pellucid.engine.engine import Engine
+from pellucid.engine.llm import LLM
+from pellucid.selection.args import EngineArgs
+from pellucid.utils.progress import StatusLine
+
+
+def load_llm(args: EngineArgs) -> LLM:
+    """Raises PellucidError as `LLM` does."""
+    status = StatusLine("loading")
+    try:
+        return LLM.from_engine(Engine(args, on_progress=status.update))
+    finally:
+        status.close()

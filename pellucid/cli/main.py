@@ -1,0 +1,52 @@
+"""The `pellucid` command: the list of verbs, and how errors end. `main` is the entry point of the package."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+
+import click
+
+from pellucid.core import PellucidError
+
+COMMANDS = {
+    "chat": ("pellucid.cli.chat:chat", "Talk to a model in the terminal."),
+    "generate": ("pellucid.cli.generate:generate", "Continue a prompt, or answer a question."),
+    "completion": ("pellucid.cli.completion:completion", "Print the completion script of a shell."),
+    "explain": ("pellucid.cli.explain:explain", "Show what would run on a machine, and why."),
+}
+"""Verb -> where its command is, and its line in `--help`: listing the verbs imports none of them."""
+
+
+class LazyGroup(click.Group):
+    """A group whose commands are imported when they are called, so that `--help` is instant."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return sorted(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in COMMANDS:
+            return None
+        module, _, name = COMMANDS[cmd_name][0].partition(":")
+        command = getattr(importlib.import_module(module), name)
+        assert isinstance(command, click.Command)
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, COMMANDS[name][1]) for name in self.list_commands(ctx)])
+
+
+@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+def cli() -> None:
+    """Pellucid: an LLM engine you can see into."""
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the command line. A failure the user can act on is one line on stderr and its exit code, no traceback."""
+    try:
+        cli.main(args=None if argv is None else list(argv), prog_name="pellucid")
+    except PellucidError as error:
+        click.echo(f"error: {error}", err=True)
+        sys.exit(error.exit_code)

@@ -1,0 +1,232 @@
+"""Requests, sampling parameters, outputs and errors: the plain values every layer shares.
+
+Imports nothing of the package and no torch, so that `import pellucid` stays instant.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+FinishReason = Literal["stop", "length", "abort"]
+
+MAX_LOGPROBS = 64
+"""Most alternatives per position that `logprobs` may ask for."""
+
+
+class PellucidError(Exception):
+    """A failure the user can act on: one line that names the thing and the remedy.
+
+    The CLI prints it without a traceback and exits with `exit_code`.
+    """
+
+    exit_code = 2
+
+
+class InvalidRequestError(PellucidError):
+    """A request that can never be served as asked. `param` names the offending field."""
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+class UnsupportedModelError(PellucidError):
+    """The model needs a trait that this version does not have. `trait` names it."""
+
+    def __init__(self, message: str, trait: str | None = None) -> None:
+        super().__init__(message)
+        self.trait = trait
+
+
+class CheckpointError(PellucidError):
+    """A checkpoint file is missing, truncated, or disagrees with its config."""
+
+
+class PlanError(PellucidError):
+    """A flag asks for something that does not fit the model or the hardware."""
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How to choose the next token, and when to stop. Names and defaults as in vLLM.
+
+    `temperature=0` is greedy. `top_k=0` and `top_p=1` are off. `max_tokens=None` means up to the
+    context length. `seed` makes a request reproducible whatever it is batched with.
+
+    Raises:
+        InvalidRequestError: a value outside its range; `param` names the field.
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    allowed_token_ids: tuple[int, ...] | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    min_tokens: int = 0
+    max_tokens: int | None = None
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    seed: int | None = None
+    skip_special_tokens: bool = True
+
+    def __post_init__(self) -> None:
+        if isinstance(self.stop, str):
+            object.__setattr__(self, "stop", (self.stop,))
+        for name in ("stop", "stop_token_ids"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
+        if self.allowed_token_ids is not None:
+            object.__setattr__(self, "allowed_token_ids", tuple(self.allowed_token_ids))
+        for name, low, high in _RANGES:
+            value = getattr(self, name)
+            if value is not None and not (_is_number(value) and low <= value <= high):
+                raise InvalidRequestError(f"{name} must be in [{low:g}, {high:g}], got {value!r}", name)
+        if not self.repetition_penalty > 0:
+            raise InvalidRequestError(
+                f"repetition_penalty must be above 0, got {self.repetition_penalty!r}", "repetition_penalty"
+            )
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise InvalidRequestError(
+                f"min_tokens ({self.min_tokens}) is above max_tokens ({self.max_tokens})", "min_tokens"
+            )
+        if any(not s for s in self.stop):
+            raise InvalidRequestError("stop strings must not be empty", "stop")
+        if self.allowed_token_ids == ():
+            raise InvalidRequestError("allowed_token_ids must not be empty", "allowed_token_ids")
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0.0
+
+    def check_vocabulary(self, vocab_size: int) -> None:
+        """Refuse token ids outside `[0, vocab_size)`: on a GPU they would be a device assert (C09).
+
+        Raises:
+            InvalidRequestError: `param` names the field that holds the id.
+        """
+        for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
+            for token_id in getattr(self, name) or ():
+                check_token_id(token_id, vocab_size, name)
+
+    def single(self, index: int) -> SamplingParams:
+        """The parameters of the `index`-th of `n` samples: n=1, and a seed of its own if seeded."""
+        seed = None if self.seed is None else self.seed + index
+        return replace(self, n=1, seed=seed)
+
+
+_RANGES: tuple[tuple[str, float, float], ...] = (
+    ("n", 1, 128),
+    ("temperature", 0.0, 100.0),
+    ("top_p", 1e-6, 1.0),
+    ("top_k", 0, math.inf),
+    ("min_p", 0.0, 1.0),
+    ("repetition_penalty", 0.0, 100.0),
+    ("presence_penalty", -2.0, 2.0),
+    ("frequency_penalty", -2.0, 2.0),
+    ("min_tokens", 0, math.inf),
+    ("max_tokens", 0, math.inf),
+    ("logprobs", 0, MAX_LOGPROBS),
+    ("prompt_logprobs", 0, MAX_LOGPROBS),
+    ("seed", -(2**63), 2**63 - 1),
+)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and not math.isnan(value)
+
+
+def check_token_id(token_id: int, vocab_size: int, param: str) -> None:
+    """Raises InvalidRequestError unless `0 <= token_id < vocab_size`."""
+    if not 0 <= token_id < vocab_size:
+        raise InvalidRequestError(f"{param}: token id {token_id} is outside the vocabulary [0, {vocab_size})", param)
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One sequence to generate, as the engine takes it. `params.n` is 1 here.
+
+    `eos_token_ids` end it unless `params.ignore_eos`. `cache_salt` is part of the prefix cache's key:
+    requests with different salts never share KV. `capture_hidden` asks for hidden-state rows of every
+    prompt token (which turns the prefix cache off for this request's reads).
+    """
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    params: SamplingParams
+    eos_token_ids: tuple[int, ...] = ()
+    cache_salt: str = ""
+    capture_hidden: bool = False
+    arrival_time: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Logprob:
+    """One alternative at one position. `rank` is 1 for the most likely token."""
+
+    token_id: int
+    logprob: float
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """The token taken (or given, in a prompt) and the most likely alternatives, best first."""
+
+    chosen: Logprob
+    top: tuple[Logprob, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RequestMetrics:
+    """Seconds on one monotonic clock. `decode_tok_s` excludes the first token."""
+
+    arrival_time: float
+    first_token_time: float | None = None
+    finish_time: float | None = None
+    cached_prompt_tokens: int = 0
+    preemptions: int = 0
+
+    @property
+    def ttft_s(self) -> float | None:
+        return None if self.first_token_time is None else self.first_token_time - self.arrival_time
+
+    def decode_tok_s(self, output_tokens: int) -> float | None:
+        """Output tokens after the first, per second between the first token and the last."""
+        if self.finish_time is None or self.first_token_time is None or output_tokens < 2:
+            return None
+        return (output_tokens - 1) / max(self.finish_time - self.first_token_time, 1e-9)
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionOutput:
+    """One of the `n` samples of a prompt. `stop_reason` is the stop string or token id that ended it."""
+
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason | None
+    stop_reason: str | int | None = None
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+    metrics: RequestMetrics | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOutput:
+    """What `LLM.generate` returns for one prompt."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: tuple[int, ...]
+    outputs: tuple[CompletionOutput, ...]
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None

@@ -1,0 +1,228 @@
+"""`Engine`: a loaded model that takes prompts and gives text, step by step. Under `LLM` and `AsyncLLM`."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from pellucid.core import InvalidRequestError, Request, RequestOutput, SamplingParams, check_token_id
+from pellucid.engine.output import OutputBuilder, TextDelta
+from pellucid.engine.worker import Worker
+from pellucid.hardware.facts import Hardware
+from pellucid.hardware.probe import probe
+from pellucid.models.checkpoint import Checkpoint
+from pellucid.models.hub import resolve_model
+from pellucid.models.weights import LoadProgress
+from pellucid.runner.model_runner import ModelRunner
+from pellucid.scheduler.config import SchedulerConfig
+from pellucid.scheduler.scheduler import Scheduler
+from pellucid.step_plan import SchedulerStats
+from pellucid.selection.args import EngineArgs
+from pellucid.selection.memory import stored_bytes
+from pellucid.selection.plan import ExecutionPlan
+from pellucid.selection.resolve import resolve
+from pellucid.tokenizer.tokenizer import Tokenizer
+from pellucid.traits.model import ModelTraits
+
+if TYPE_CHECKING:
+    import torch
+
+Prompt = str | Sequence[int]
+
+TOKENIZER_FILES = ("tokenizer.json", "tiktoken.model")
+
+
+@dataclass(frozen=True, slots=True)
+class DebugModes:
+    """Modes that force rare paths. `None` is off."""
+
+    force_preempt_every: int | None = None
+
+
+class Engine:
+    """Everything of one model in one process.
+
+    Start-up refuses what it can before weights are read: the order is files, traits, plan, tensors, weights.
+
+    Raises:
+        PellucidError: one line that names the thing and the remedy.
+    """
+
+    def __init__(
+        self,
+        args: EngineArgs,
+        *,
+        hardware: Hardware | None = None,
+        capture_layers: Sequence[int] = (),
+        on_progress: Callable[[LoadProgress], None] | None = None,
+        debug: DebugModes = DebugModes(),  # noqa: B008 - frozen
+    ) -> None:
+        self.args = args
+        self.path = resolve_model(args.model)
+        checkpoint = Checkpoint.open(self.path)
+        report = checkpoint.report()
+        report.require_supported()
+        checkpoint.require_weights()
+        self.traits: ModelTraits = report.traits
+        self.notes = (*report.notes, *report.conflicts)
+        stored = stored_bytes(checkpoint.tensors, self.traits.num_layers)
+        self.plan: ExecutionPlan = resolve(args, self.traits, hardware or probe(), stored_bytes=stored)
+        self.plan.check_startable()
+        self.tokenizer = load_tokenizer(checkpoint)
+        self.capture_layers = _check_layers(capture_layers, self.traits.num_layers)
+        runner = ModelRunner(self.traits, checkpoint.tensors, self.plan, self.capture_layers, on_progress)
+        self._worker = Worker(Scheduler(_scheduler_config(self.plan, debug)), runner)
+        self._groups: dict[str, _Group] = {}
+        self._members: dict[str, tuple[str, OutputBuilder]] = {}
+        self._ids = itertools.count()
+
+    def add_prompt(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        request_id: str | None = None,
+        cache_salt: str = "",
+        capture_hidden: bool = False,
+    ) -> str:
+        """Queue a prompt (text, or token ids) and return its id; all `params.n` samples share it.
+
+        Raises:
+            InvalidRequestError: it can never be served as asked; nothing is queued.
+        """
+        text = prompt if isinstance(prompt, str) else None
+        token_ids = tuple(self.encode(prompt) if isinstance(prompt, str) else prompt)
+        vocab = self.traits.vocab_size
+        for token_id in token_ids:
+            check_token_id(token_id, vocab, "prompt")
+        params.check_vocabulary(vocab)
+        if params.stop and self.tokenizer is None:
+            raise InvalidRequestError("stop strings need a tokenizer; this model directory has none", "stop")
+        group_id = request_id or f"request-{next(self._ids)}"
+        eos = self.tokenizer.eos_token_ids if self.tokenizer is not None else ()
+        request = Request(
+            request_id=group_id,
+            prompt_token_ids=token_ids,
+            params=params,
+            eos_token_ids=tuple(dict.fromkeys((*self.traits.eos_token_ids, *eos))),
+            cache_salt=cache_salt,
+            capture_hidden=capture_hidden,
+            arrival_time=time.monotonic(),
+        )
+        group = _Group(request, text, [])
+        for index in range(params.n):
+            member = replace(request, request_id=f"{group_id}#{index}", params=params.single(index))
+            self._worker.add_request(member)
+            builder = OutputBuilder(member, index, self.tokenizer)
+            group.builders.append(builder)
+            self._members[member.request_id] = (group_id, builder)
+        self._groups[group_id] = group
+        return group_id
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a prompt. Raises InvalidRequestError when the model came without a tokenizer."""
+        if self.tokenizer is None:
+            raise InvalidRequestError(
+                "this model directory has no tokenizer (tokenizer.json or tiktoken.model); give token ids", "prompt"
+            )
+        return self.tokenizer.encode(text)
+
+    def step(self) -> list[TextDelta]:
+        """Run one step; returns what became visible, with the ids that `add_prompt` returned."""
+        deltas = []
+        for output in self._worker.step():
+            group_id, builder = self._members[output.request_id]
+            delta = replace(builder.push(output), request_id=group_id)
+            if delta.finish_reason is not None:
+                if output.finish_reason is None:
+                    self._worker.finish(output.request_id, str(delta.stop_reason))
+                del self._members[output.request_id]
+            if delta.token_ids or delta.finish_reason is not None:
+                deltas.append(delta)
+        return deltas
+
+    def abort(self, request_id: str) -> None:
+        """Forget a prompt and all its samples; unknown ids are ignored."""
+        group = self._groups.pop(request_id, None)
+        for builder in group.builders if group is not None else ():
+            self._worker.abort(builder.request.request_id)
+            self._members.pop(builder.request.request_id, None)
+
+    def take_result(self, request_id: str) -> RequestOutput:
+        """The finished output of a prompt, which is forgotten. Raises KeyError for an unknown id."""
+        group = self._groups.pop(request_id)
+        first = group.builders[0]
+        prompt_logprobs = None
+        if group.request.params.prompt_logprobs is not None:
+            prompt_logprobs = (None, *first.prompt_logprobs)
+        return RequestOutput(
+            request_id,
+            group.prompt,
+            group.request.prompt_token_ids,
+            tuple(builder.result() for builder in group.builders),
+            prompt_logprobs,
+        )
+
+    def hidden_rows(self, request_id: str) -> torch.Tensor:
+        """[prompt tokens, captured layers * hidden] of a prompt added with `capture_hidden`, before `take_result`."""
+        return self._groups[request_id].builders[0].hidden_rows()
+
+    def is_finished(self, request_id: str) -> bool:
+        return all(builder.finish_reason is not None for builder in self._groups[request_id].builders)
+
+    def has_unfinished(self) -> bool:
+        return self._worker.has_unfinished()
+
+    def stats(self) -> SchedulerStats:
+        return self._worker.stats()
+
+    def reset_prefix_cache(self) -> None:
+        self._worker.reset_prefix_cache()
+
+    def check_conservation(self) -> None:
+        """Raises ConservationError unless free + cached + held pages are all pages."""
+        self._worker.check_conservation()
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """One prompt and its samples."""
+
+    request: Request
+    prompt: str | None
+    builders: list[OutputBuilder]
+
+
+def load_tokenizer(checkpoint: Checkpoint) -> Tokenizer | None:
+    """The checkpoint's tokenizer; None when its directory has none, and prompts must be token ids.
+
+    Raises:
+        PellucidError: there is one, but it can't be read.
+    """
+    if checkpoint.gguf_metadata is not None:
+        return Tokenizer.from_gguf(checkpoint.gguf_metadata)
+    if any((checkpoint.path / name).exists() for name in TOKENIZER_FILES):
+        return Tokenizer.from_directory(checkpoint.path)
+    return None
+
+
+def _scheduler_config(plan: ExecutionPlan, debug: DebugModes) -> SchedulerConfig:
+    return SchedulerConfig(
+        max_num_seqs=plan.max_num_seqs,
+        max_num_batched_tokens=plan.max_num_batched_tokens,
+        max_model_len=plan.max_model_len,
+        num_pages=plan.num_kv_pages,
+        page_size=plan.page_size,
+        enable_prefix_caching=plan.enable_prefix_caching,
+        force_preempt_every=debug.force_preempt_every,
+    )
+
+
+def _check_layers(layers: Sequence[int], num_layers: int) -> tuple[int, ...]:
+    for layer in layers:
+        if not 0 <= layer < num_layers:
+            raise InvalidRequestError(f"layer {layer} to capture is outside [0, {num_layers})", "capture_layers")
+    return tuple(layers)

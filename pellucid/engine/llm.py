@@ -1,0 +1,189 @@
+"""`LLM`: the offline Python API. The engine runs in this process, in the caller's thread."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pellucid.core import InvalidRequestError, RequestOutput, SamplingParams
+from pellucid.engine.engine import DebugModes, Engine, Prompt
+from pellucid.engine.output import TextDelta
+from pellucid.models.weights import LoadProgress
+from pellucid.selection.args import EngineArgs
+from pellucid.selection.plan import ExecutionPlan
+
+if TYPE_CHECKING:
+    import torch
+
+    from pellucid.tokenizer.tokenizer import Tokenizer
+
+Message = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class HiddenStates:
+    """Hidden states of every prompt token: `rows` [prompt tokens, len(layers) * hidden_size].
+
+    `layers` are 0-based; a row holds the outputs of those layers (the residual after the layer), side by side.
+    """
+
+    prompt_token_ids: tuple[int, ...]
+    layers: tuple[int, ...]
+    rows: torch.Tensor
+
+
+class LLM:
+    """A model to call from Python.
+
+        llm = LLM("path/to/model")
+        print(llm.generate("Once upon a time", SamplingParams(temperature=0))[0].outputs[0].text)
+
+    `model` is a Hugging Face directory, a GGUF file, a hub name, or `smollm2` for the embedded default. Keyword
+    arguments are the fields of `EngineArgs` (names as in vLLM), plus:
+
+    Args:
+        capture_layers: 0-based layers that `hidden_states` returns.
+        on_progress: called while weights load.
+        debug: modes that force rare paths.
+
+    Raises:
+        PellucidError: before weights are read wherever it can be known then.
+    """
+
+    def __init__(
+        self,
+        model: str | Path,
+        *,
+        capture_layers: Sequence[int] = (),
+        on_progress: Callable[[LoadProgress], None] | None = None,
+        debug: DebugModes | None = None,
+        **engine_args: Any,
+    ) -> None:
+        self.engine = Engine(
+            EngineArgs(model=str(model), **engine_args),
+            capture_layers=capture_layers,
+            on_progress=on_progress,
+            debug=debug or DebugModes(),
+        )
+
+    @classmethod
+    def from_engine(cls, engine: Engine) -> LLM:
+        """An `LLM` around an engine that is already there."""
+        llm = cls.__new__(cls)
+        llm.engine = engine
+        return llm
+
+    @property
+    def plan(self) -> ExecutionPlan:
+        """The decisions this engine runs on, each with its reasons."""
+        return self.engine.plan
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        return self.engine.tokenizer
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[RequestOutput]:
+        """One output per prompt, in order. A prompt is text or a list of token ids; `params` one, or one each.
+
+        Raises:
+            InvalidRequestError: a prompt or its parameters can't be served; no prompt of the call is run.
+        """
+        batch = _as_batch(prompts)
+        each = _params_for(batch, params)
+        ids: list[str] = []
+        try:
+            for prompt, one in zip(batch, each, strict=True):
+                ids.append(self.engine.add_prompt(prompt, one))
+            while self.engine.has_unfinished():
+                self.engine.step()
+        except BaseException:
+            # Whatever stopped us (a bad prompt, Ctrl-C), leave no request of this call behind.
+            for request_id in ids:
+                self.engine.abort(request_id)
+            raise
+        return [self.engine.take_result(request_id) for request_id in ids]
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        params: SamplingParams | None = None,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **template_arguments: Any,
+    ) -> list[RequestOutput]:
+        """Like `generate` for one conversation or several, through the model's chat template."""
+        conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
+        prompts = [self.apply_chat_template(c, tools=tools, **template_arguments) for c in conversations]  # type: ignore[arg-type]
+        return self.generate(prompts, params)
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[TextDelta]:
+        """Deltas of one prompt as they come. Closing the iterator early aborts the request."""
+        request_id = self.engine.add_prompt(prompt, params or SamplingParams())
+        try:
+            while not self.engine.is_finished(request_id):
+                yield from (delta for delta in self.engine.step() if delta.request_id == request_id)
+        finally:
+            self.engine.abort(request_id)
+
+    def stream_chat(
+        self,
+        messages: Sequence[Message],
+        params: SamplingParams | None = None,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **template_arguments: Any,
+    ) -> Iterator[TextDelta]:
+        """`stream` for one conversation."""
+        return self.stream(self.apply_chat_template(messages, tools=tools, **template_arguments), params)
+
+    def apply_chat_template(
+        self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] | None = None, **arguments: Any
+    ) -> list[int]:
+        """Token ids of a conversation. Raises InvalidRequestError without tokenizer or template."""
+        if self.engine.tokenizer is None:
+            raise InvalidRequestError("this model directory has no tokenizer, so no chat template", "messages")
+        return self.engine.tokenizer.apply_chat_template(messages, tools, **arguments)
+
+    def hidden_states(self, prompts: Sequence[Prompt]) -> list[HiddenStates]:
+        """Rows for every prompt token, whatever the prefix cache holds and however prefill is chunked.
+
+        Raises:
+            InvalidRequestError: the engine was made without `capture_layers`.
+        """
+        if not self.engine.capture_layers:
+            raise InvalidRequestError("no layers to capture; make the LLM with capture_layers=[...]", "capture_layers")
+        params = SamplingParams(max_tokens=0)
+        ids = [self.engine.add_prompt(prompt, params, capture_hidden=True) for prompt in prompts]
+        while self.engine.has_unfinished():
+            self.engine.step()
+        states = []
+        for request_id in ids:
+            rows = self.engine.hidden_rows(request_id)
+            prompt_ids = self.engine.take_result(request_id).prompt_token_ids
+            states.append(HiddenStates(prompt_ids, self.engine.capture_layers, rows))
+        return states
+
+
+def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """`generate` takes one prompt or several; a flat list of ids is one prompt."""
+    if isinstance(prompts, str):
+        return [prompts]
+    if prompts and isinstance(prompts[0], int):
+        return [prompts]  # type: ignore[list-item]
+    return list(prompts)  # type: ignore[arg-type]
+
+
+def _params_for(
+    prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
+) -> Sequence[SamplingParams]:
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * len(prompts)
+    if len(params) != len(prompts):
+        raise InvalidRequestError(f"{len(prompts)} prompts but {len(params)} SamplingParams", "params")
+    return params

@@ -1,0 +1,86 @@
+// Attention over a paged KV cache, for GQA (K and V apart) and absorbed MLA (V is the head of the K row).
+// Bound by pellucid/kernels/cpu_library.py. One (token, head) is one task with one fixed order of sums:
+// a query's result depends on nothing but its own context.
+#include <omp.h>
+
+#include <algorithm>
+#include <cmath>
+#include <vector>
+
+#include "vec.h"
+
+namespace {
+
+static inline float dot(const float* a, const float* b, int64_t n) {
+  f32x16 acc = {};
+  int64_t i = 0;
+  for (; i + LANES <= n; i += LANES) acc += load<f32x16>(a + i) * load<f32x16>(b + i);
+  float total = sum(acc);
+  for (; i < n; ++i) total += a[i] * b[i];
+  return total;
+}
+
+static inline void add_scaled(float* acc, const float* v, float p, int64_t n) {
+  int64_t i = 0;
+  for (; i + LANES <= n; i += LANES) store(acc + i, load<f32x16>(acc + i) + load<f32x16>(v + i) * p);
+  for (; i < n; ++i) acc[i] += p * v[i];
+}
+
+// Turns scores into exp(score - max) in place; returns their sum. `n` is padded to whole vectors with -inf.
+static float exponentiate(float* score, int64_t n) {
+  float top = -INFINITY;
+  for (int64_t i = 0; i < n; ++i) top = std::max(top, score[i]);
+  const int64_t padded = (n + LANES - 1) / LANES * LANES;
+  for (int64_t i = n; i < padded; ++i) score[i] = -INFINITY;
+  f32x16 total = {};
+  for (int64_t i = 0; i < padded; i += LANES) {
+    f32x16 p = exp16(load<f32x16>(score + i) - top);
+    if (i + LANES > n)
+      for (int64_t j = n - i; j < LANES; ++j) p[j] = 0.0f;
+    store(score + i, p);
+    total += p;
+  }
+  return sum(total);
+}
+
+}  // namespace
+
+extern "C" {
+
+// q [tokens, heads, dk]; out [tokens, heads, dv]. Key of context position j of sequence s:
+//   k + (page_table[s][j / page] * page + j % page) * k_row + kv_head * dk, and v likewise with v_row, v_head.
+// context[t] is the number of keys token t sees; 0 (a padded row) gives zeros and reads nothing.
+void pellucid_paged_attention(const float* q, float* out, const float* k, const float* v, int64_t k_row, int64_t v_row,
+                              int64_t v_head, const int32_t* page_table, int64_t table_stride, const int32_t* sequence,
+                              const int32_t* context, int64_t tokens, int64_t heads, int64_t kv_heads, int64_t dk,
+                              int64_t dv, int64_t page, float scale, int threads) {
+  int64_t longest = 0;
+  for (int64_t t = 0; t < tokens; ++t) longest = std::max<int64_t>(longest, context[t]);
+  const int64_t group = heads / kv_heads;
+#pragma omp parallel num_threads(threads)
+  {
+    std::vector<float> score((longest + LANES - 1) / LANES * LANES);
+#pragma omp for schedule(dynamic, 1)
+    for (int64_t task = tokens * heads - 1; task >= 0; --task) {
+      const int64_t t = task / heads, h = task % heads, kv_head = h / group, n = context[t];
+      const float* query = q + task * dk;
+      const int32_t* pages = page_table + sequence[t] * table_stride;
+      float* to = out + task * dv;
+      std::fill(to, to + dv, 0.0f);
+      if (n == 0) continue;
+      for (int64_t first = 0; first < n; first += page) {
+        const float* keys = k + pages[first / page] * page * k_row + kv_head * dk;
+        const int64_t count = std::min(page, n - first);
+        for (int64_t j = 0; j < count; ++j) score[first + j] = scale * dot(query, keys + j * k_row, dk);
+      }
+      const float inverse = 1.0f / exponentiate(score.data(), n);
+      for (int64_t first = 0; first < n; first += page) {
+        const float* values = v + pages[first / page] * page * v_row + kv_head * v_head;
+        const int64_t count = std::min(page, n - first);
+        for (int64_t j = 0; j < count; ++j) add_scaled(to, values + j * v_row, score[first + j], dv);
+      }
+      for (int64_t i = 0; i < dv; ++i) to[i] *= inverse;
+    }
+  }
+}
+}

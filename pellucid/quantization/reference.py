@@ -1,0 +1,77 @@
+"""Linear layers in plain torch, weights dequantised at load or as they are used, on any device."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pellucid.traits.backend import ANY, BackendTraits, Priority
+
+if TYPE_CHECKING:
+    import torch
+
+    from pellucid.kernels.context import KernelContext
+    from pellucid.quantization.weight import StoredWeight
+
+TRAITS = BackendTraits(
+    name="reference",
+    op="linear",
+    summary="torch.nn.functional.linear",
+    priority=Priority.REFERENCE,
+    source="this file",
+    built_in=True,
+    devices=frozenset({"cpu", "cuda"}),
+    sm=ANY,
+    compute_dtypes=frozenset({"fp32", "bf16", "fp16"}),
+    weight_schemes=frozenset(
+        {"fp32", "bf16", "fp16", "q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k"}
+    ),
+    weight_groups=ANY,
+)
+
+
+def create(context: KernelContext) -> ReferenceLinear:
+    return ReferenceLinear(context.dtype, context.device)
+
+
+class ReferenceLinear:
+    """Dense `torch` matmul on weights dequantized at load. Implements `LinearBackend`."""
+
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        self.dtype, self.device = dtype, device
+
+    def prepare(self, weight: StoredWeight, bias: torch.Tensor | None = None) -> DenseKernel:
+        dense = weight.dequantize(self.dtype).to(self.device)
+        return DenseKernel(dense, None if bias is None else bias.to(self.device, self.dtype))
+
+    def prepare_headwise(self, weight: torch.Tensor) -> DenseHeadwise:
+        return DenseHeadwise(weight.to(self.device, self.dtype))
+
+
+class DenseKernel:
+    """W [rows, columns] and bias [rows] or None, in the compute dtype."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        self.weight, self.bias = weight, bias
+        self.rows, self.columns = weight.shape
+        self.nbytes = weight.nbytes
+
+    def into(self, x: torch.Tensor, out: torch.Tensor, *, accumulate: bool = False) -> None:
+        import torch
+
+        y = torch.nn.functional.linear(x, self.weight, self.bias)
+        if accumulate:
+            out += y
+        else:
+            out.copy_(y)
+
+
+class DenseHeadwise:
+    """W [heads, rows, columns], applied head by head."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        self.weight = weight
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        import torch
+
+        return torch.einsum("thk,hnk->thn", x, self.weight)

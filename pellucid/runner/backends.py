@@ -1,0 +1,77 @@
+"""Constructs the backends that a plan names: module `pellucid.<family>.<backend>`, function `create`."""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from pellucid.attention.base import AttentionBackend
+from pellucid.kernels.context import KernelContext
+from pellucid.kernels.torch_ops import TorchOps
+from pellucid.layers.backends import LayerBackends
+from pellucid.moe.base import MoEBackend
+from pellucid.quantization.base import HeadwiseKernel, LinearBackend, LinearKernel
+from pellucid.quantization.weight import StoredWeight
+from pellucid.selection.plan import ExecutionPlan
+from pellucid.traits.backend import Phase
+
+if TYPE_CHECKING:
+    import torch
+
+NATIVE = "cpu_native"
+
+
+@dataclass(frozen=True, slots=True)
+class RunnerBackends:
+    """What one engine runs on: the layers' backends, and attention per phase and backend name."""
+
+    layers: LayerBackends
+    attention: dict[tuple[Phase, str], AttentionBackend]
+
+
+def create_backends(plan: ExecutionPlan, context: KernelContext) -> RunnerBackends:
+    """Every backend the plan uses at some bucket.
+
+    Raises:
+        PellucidError: a backend can't be built on this machine.
+    """
+    attention: dict[tuple[Phase, str], AttentionBackend] = {}
+    phases: tuple[Phase, ...] = ("prefill", "decode")
+    for phase in phases:
+        for name in plan.backends(f"attention.{phase}"):
+            attention[phase, name] = _module("attention", name).create(context, phase)
+    ops = [d.op for d in plan.decisions]
+    # A weight has one prepared form, so the choice at the smallest bucket holds for all of them.
+    linear = {op.removeprefix("linear."): plan.backend(op, 1) for op in ops if op.startswith("linear.")}
+    moe: MoEBackend | None = _module("moe", plan.backend("moe", 1)).create(context) if "moe" in ops else None
+    native = NATIVE in linear.values()
+    layers = LayerBackends(
+        ops=context.cpu_library if native else TorchOps(),
+        linear=LinearByScheme(linear, NATIVE if native else "reference", context),
+        moe=moe,
+        expands_latent=any(backend.expands_latent for backend in attention.values()),
+    )
+    return RunnerBackends(layers, attention)
+
+
+def _module(family: str, name: str) -> Any:
+    return importlib.import_module(f"pellucid.{family}.{name}")
+
+
+class LinearByScheme:
+    """The plan's linear backend for each stored format. Implements `LinearBackend`."""
+
+    def __init__(self, names: dict[str, str], default: str, context: KernelContext) -> None:
+        self.dtype, self.device = context.dtype, context.device
+        created: dict[str, LinearBackend] = {
+            name: _module("quantization", name).create(context) for name in {*names.values(), default}
+        }
+        self._by_scheme = {scheme: created[name] for scheme, name in names.items()}
+        self._default = created[default]
+
+    def prepare(self, weight: StoredWeight, bias: torch.Tensor | None = None) -> LinearKernel:
+        return self._by_scheme.get(weight.scheme, self._default).prepare(weight, bias)
+
+    def prepare_headwise(self, weight: torch.Tensor) -> HeadwiseKernel:
+        return self._default.prepare_headwise(weight)

@@ -1,0 +1,147 @@
+"""One model on one device: builds it, runs a step, samples. Called by `engine.worker` with the scheduler's plans."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from pellucid.attention.base import AttentionBackend
+from pellucid.core import Request, TokenLogprobs
+from pellucid.kernels.context import KernelContext
+from pellucid.kvcache.pool import KVPool
+from pellucid.models.loading import load_decoder
+from pellucid.models.weights import ProgressCallback
+from pellucid.runner.backends import create_backends
+from pellucid.runner.forward_batch import build_forward_batch
+from pellucid.runner.sampler import SampledToken, SamplingState, logprobs_of, sample
+from pellucid.step_plan import ScheduledSequence, StepPlan
+from pellucid.selection.plan import ExecutionPlan
+from pellucid.traits.backend import Phase
+from pellucid.traits.model import ModelTraits
+from pellucid.traits.tensors import TensorIndex
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What one step produced, by request id.
+
+    `prompt_logprobs`: entry i belongs to the token after the i-th row of this step. `hidden`: rows of this step,
+    [rows, captured layers * hidden], in the order of `ModelRunner.capture`.
+    """
+
+    sampled: dict[str, SampledToken] = field(default_factory=dict)
+    prompt_logprobs: dict[str, list[TokenLogprobs]] = field(default_factory=dict)
+    hidden: dict[str, torch.Tensor] = field(default_factory=dict)
+
+
+class ModelRunner:
+    """The decoder, its KV pool and the sampling state of live requests.
+
+    `capture`: 0-based layers whose output is returned for requests with `capture_hidden`.
+
+    Raises:
+        CheckpointError: the tensors do not make the model that the traits describe.
+        PellucidError: a backend of the plan can't be built.
+    """
+
+    def __init__(
+        self,
+        traits: ModelTraits,
+        tensors: TensorIndex,
+        plan: ExecutionPlan,
+        capture: Sequence[int] = (),
+        on_progress: ProgressCallback | None = None,
+    ) -> None:
+        import torch
+
+        dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+        if plan.device == "cpu":
+            torch.set_num_threads(plan.threads)
+        self.device = torch.device(plan.device)
+        self.plan, self.traits, self.capture = plan, traits, tuple(capture)
+        context = KernelContext(self.device, dtypes[plan.dtype], plan.threads)
+        backends = create_backends(plan, context)
+        self._attention = backends.attention
+        self.model = load_decoder(traits, tensors, backends.layers, plan.max_model_len, on_progress)
+        self.pool = KVPool(
+            traits.attention, traits.num_layers, plan.num_kv_pages, plan.page_size, dtypes[plan.kv_dtype], self.device
+        )
+        self._states: dict[str, SamplingState] = {}
+        self._unseeded = 0
+
+    def add_request(self, request: Request) -> None:
+        """Start keeping sampling state. A request without a seed gets one of its own from the engine's."""
+        seed = request.params.seed
+        if seed is None:
+            self._unseeded += 1
+            seed = self.plan.seed * 1_000_003 + self._unseeded
+        self._states[request.request_id] = SamplingState(request, seed)
+
+    def remove_request(self, request_id: str) -> None:
+        self._states.pop(request_id, None)
+
+    def step(self, plan: StepPlan) -> StepResult:
+        """Compute the plan's rows, write their KV, and sample where the plan says so."""
+        import torch
+
+        prefill_tokens = plan.num_tokens - plan.num_decode
+        live = [self._states.get(row.request_id) for row in plan.scheduled]
+        wants_all = frozenset(
+            s.request.request_id for s in live if s is not None and s.params.prompt_logprobs is not None
+        )
+        wants_hidden = any(s is not None and s.request.capture_hidden for s in live)
+        with torch.inference_mode():
+            batch = build_forward_batch(
+                plan,
+                self.pool,
+                self.device,
+                self._backend("decode", max(plan.num_decode, 1)),
+                self._backend("prefill", max(prefill_tokens, 1)),
+                wants_all,
+            )
+            output = self.model.forward(batch, self.capture if wants_hidden else ())
+            return self._collect(plan, output.logits, output.hidden, wants_all)
+
+    def _backend(self, phase: Phase, tokens: int) -> AttentionBackend:
+        return self._attention[phase, self.plan.backend(f"attention.{phase}", tokens)]
+
+    def _collect(
+        self, plan: StepPlan, logits: torch.Tensor, hidden: tuple[torch.Tensor, ...], wants_all: frozenset[str]
+    ) -> StepResult:
+        """Hand every row's results to its request, and sample."""
+        import torch
+
+        result = StepResult()
+        chosen_rows, states = [], []
+        row = logit = 0
+        for scheduled in plan.scheduled:
+            count = len(scheduled.token_ids)
+            state = self._states.get(scheduled.request_id)
+            taken = count if scheduled.request_id in wants_all else int(scheduled.sample)
+            if state is not None and scheduled.request_id in wants_all:
+                result.prompt_logprobs[scheduled.request_id] = _prompt_logprobs(
+                    logits[logit : logit + count], scheduled, state
+                )
+            if state is not None and hidden and state.request.capture_hidden:
+                result.hidden[scheduled.request_id] = torch.cat([h[row : row + count] for h in hidden], dim=-1)
+            row, logit = row + count, logit + taken
+            if state is not None and scheduled.sample:
+                chosen_rows.append(logit - 1)
+                states.append(state)
+        if states:
+            picked = logits if len(chosen_rows) == logits.shape[0] else logits[chosen_rows]
+            for state, token in zip(states, sample(picked, states), strict=True):
+                state.append(token.token_id)
+                result.sampled[state.request.request_id] = token
+        return result
+
+
+def _prompt_logprobs(logits: torch.Tensor, row: ScheduledSequence, state: SamplingState) -> list[TokenLogprobs]:
+    """Logprobs of the prompt tokens that follow the positions of this row."""
+    prompt, count = state.request.prompt_token_ids, state.params.prompt_logprobs or 0
+    following = prompt[row.start + 1 : row.start + 1 + logits.shape[0]]
+    return [logprobs_of(values, token, count) for values, token in zip(logits, following, strict=False)]

@@ -1,0 +1,169 @@
+"""Chooses the next token from logits: penalties, filters, seeds, logprobs. Called by `runner.model_runner`.
+
+Rows are handled one by one and a row's random number depends on its own seed and position only, so that a
+request's tokens never depend on what it is batched with.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from pellucid.core import Logprob, PellucidError, Request, SamplingParams, TokenLogprobs
+
+if TYPE_CHECKING:
+    import torch
+
+NUCLEUS_GUESS = 512
+"""Most likely tokens looked at first for top-p; the whole vocabulary is sorted only if they do not cover it."""
+
+
+@dataclass(slots=True)
+class SamplingState:
+    """What sampling needs to know of one request: its parameters, its seed, its tokens so far."""
+
+    request: Request
+    seed: int
+    output_token_ids: list[int] = field(default_factory=list)
+    output_counts: Counter[int] = field(default_factory=Counter)
+
+    @property
+    def params(self) -> SamplingParams:
+        return self.request.params
+
+    def append(self, token_id: int) -> None:
+        self.output_token_ids.append(token_id)
+        self.output_counts[token_id] += 1
+
+    @property
+    def rewrites_logits(self) -> bool:
+        """Whether anything but temperature and filters touches the logits at this position."""
+        p = self.params
+        return (
+            p.repetition_penalty != 1.0
+            or p.presence_penalty != 0.0
+            or p.frequency_penalty != 0.0
+            or bool(p.logit_bias)
+            or p.allowed_token_ids is not None
+            or len(self.output_token_ids) + 1 < p.min_tokens
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class SampledToken:
+    """`logprobs` is there when the request asked for it."""
+
+    token_id: int
+    logprobs: TokenLogprobs | None
+
+
+def sample(logits: torch.Tensor, states: Sequence[SamplingState]) -> list[SampledToken]:
+    """One token per row of logits [rows, vocab], fp32.
+
+    Raises:
+        PellucidError: a row has no finite maximum (NaN in the model's output).
+    """
+    import torch
+
+    if all(state.params.greedy and not state.rewrites_logits for state in states):
+        top = logits.max(dim=-1)
+        chosen, best = top.indices.tolist(), top.values
+    else:
+        rows = [_rewrite(row, state) if state.rewrites_logits else row for row, state in zip(logits, states, strict=True)]
+        chosen = [_choose(row, state) for row, state in zip(rows, states, strict=True)]
+        best = torch.stack([row.max() for row in rows])
+    if not bool(best.isfinite().all()):
+        bad = states[int((~best.isfinite()).nonzero()[0])].request.request_id
+        raise PellucidError(f"the model's logits for request {bad!r} are not finite; check the weights and the dtype")
+    return [
+        SampledToken(token, None if state.params.logprobs is None else logprobs_of(row, token, state.params.logprobs))
+        for token, row, state in zip(chosen, logits, states, strict=True)
+    ]
+
+
+def logprobs_of(logits: torch.Tensor, token_id: int, count: int) -> TokenLogprobs:
+    """Log-probabilities of the model itself, before penalties and temperature, from logits [vocab]."""
+    values = logits.log_softmax(-1)
+    own = values[token_id]
+    chosen = Logprob(token_id, float(own), int((values > own).sum()) + 1)
+    best = values.topk(min(count, values.shape[-1]))
+    pairs = zip(best.indices.tolist(), best.values.tolist(), strict=True)
+    return TokenLogprobs(chosen, tuple(Logprob(token, value, rank) for rank, (token, value) in enumerate(pairs, 1)))
+
+
+def uniform(seed: int, position: int) -> float:
+    """A number in [0, 1) from (seed, position): splitmix64, the same on every machine and device."""
+    mask = (1 << 64) - 1
+    z = (seed * 0x9E3779B97F4A7C15 + (position + 1) * 0xD1B54A32D192ED03) & mask
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        z = ((z ^ (z >> shift)) * factor) & mask
+    return ((z ^ (z >> 31)) >> 11) / (1 << 53)
+
+
+def _rewrite(logits: torch.Tensor, state: SamplingState) -> torch.Tensor:
+    """Penalties, bias and bans, in vLLM's order; a new [vocab] tensor."""
+    import torch
+
+    params = state.params
+    logits = logits.clone()
+    if len(state.output_token_ids) + 1 < params.min_tokens:
+        eos = () if params.ignore_eos else state.request.eos_token_ids
+        logits[list({*eos, *params.stop_token_ids})] = float("-inf")
+    if params.repetition_penalty != 1.0:
+        seen = torch.tensor(sorted({*state.request.prompt_token_ids, *state.output_counts}), device=logits.device)
+        values = logits[seen]
+        factor = params.repetition_penalty
+        logits[seen] = torch.where(values > 0, values / factor, values * factor)
+    if state.output_counts and (params.presence_penalty or params.frequency_penalty):
+        tokens = torch.tensor(list(state.output_counts), device=logits.device)
+        counts = torch.tensor(list(state.output_counts.values()), dtype=logits.dtype, device=logits.device)
+        logits[tokens] -= params.presence_penalty + params.frequency_penalty * counts
+    for token_id, bias in params.logit_bias.items():
+        logits[token_id] += bias
+    if params.allowed_token_ids is not None:
+        allowed = list(params.allowed_token_ids)
+        kept = torch.full_like(logits, float("-inf"))
+        kept[allowed] = logits[allowed]
+        logits = kept
+    return logits
+
+
+def _choose(logits: torch.Tensor, state: SamplingState) -> int:
+    """Temperature, then min-p, top-k, top-p, then the inverse of the cumulative distribution."""
+    params = state.params
+    if params.greedy:
+        return int(logits.argmax())
+    # fp64: a cumulative sum over a large vocabulary must not lose the tail.
+    probabilities = (logits.double() / params.temperature).softmax(-1)
+    if params.min_p > 0:
+        probabilities = probabilities.where(probabilities >= params.min_p * probabilities.max(), 0.0)
+    point = uniform(state.seed, len(state.output_token_ids))
+    if params.top_k == 0 and params.top_p >= 1:
+        return _invert(probabilities, point)
+    kept, tokens = _nucleus(probabilities, params.top_k or probabilities.shape[-1], params.top_p)
+    return int(tokens[_invert(kept, point)])
+
+
+def _nucleus(probabilities: torch.Tensor, top_k: int, top_p: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """The `top_k` most likely tokens, of those the fewest that reach `top_p` of their mass; best first."""
+    vocab = probabilities.shape[-1]
+    top_k = min(top_k, vocab)
+    values, tokens = probabilities.topk(min(top_k, NUCLEUS_GUESS))
+    total = probabilities.sum() if top_k == vocab else values.sum()
+    if top_k > NUCLEUS_GUESS and (top_k < vocab or values.sum() < top_p * total):
+        values, tokens = probabilities.topk(top_k)
+        total = values.sum()
+    before = values.cumsum(-1) - values
+    return values.where(before < top_p * total, 0.0), tokens
+
+
+def _invert(weights: torch.Tensor, point: float) -> int:
+    """Index at which the cumulative weight passes `point` of the total; never one of weight 0."""
+    import torch
+
+    cumulative = weights.cumsum(-1)
+    target = point * cumulative[-1:]
+    index = int(torch.searchsorted(cumulative, target, right=True))
+    return index if index < weights.shape[-1] and weights[index] > 0 else int(weights.argmax())

@@ -1,0 +1,47 @@
+"""Measured results and the tie rule. `tuning` will fill an `Evidence`; `choose` reads it; empty means not measured."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+TIE_SHARE = 0.02
+"""Two medians this close are a tie whatever their errors: such a gap does not outlast the next driver."""
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """One backend on one op and bucket: median seconds and the half width of its 95 % interval.
+
+    `right` is the verdict of the numeric gate, which comes before speed; `detail` says where it failed.
+    """
+
+    seconds: float
+    error: float
+    right: bool = True
+    detail: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.seconds * 1e6:.1f} us"
+
+
+Evidence = Mapping[tuple[str, int, str], Measurement]
+"""Keyed by op (`attention.decode`), bucket and backend name."""
+
+
+def is_tie(a: Measurement, b: Measurement) -> bool:
+    """Whether the gap is within the combined 95 % error, or within 2 % of the faster."""
+    gap = abs(a.seconds - b.seconds)
+    return gap <= max(math.hypot(a.error, b.error), TIE_SHARE * min(a.seconds, b.seconds))
+
+
+def fastest(order: Sequence[str], measured: Mapping[str, Measurement]) -> str | None:
+    """The first name of `order` that ties with the fastest; None when nothing can be concluded.
+
+    Nothing is concluded unless the first of `order`, the default, was measured too: a winner has to beat it.
+    """
+    if not order or order[0] not in measured:
+        return None
+    best = min((measured[name] for name in order if name in measured), key=lambda m: m.seconds)
+    return next(name for name in order if name in measured and is_tie(measured[name], best))

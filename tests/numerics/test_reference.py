@@ -1,0 +1,61 @@
+"""Guards the oracle: the fp64 reference against transformers, at every position of every shape."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests import checkpoints
+from tests.reference import Reference
+
+TOLERANCE = 2e-4
+HF_INNER_EPS = 1e-6
+"""transformers builds MLA's inner norms with this, whatever the config says."""
+
+
+@pytest.mark.parametrize("name", checkpoints.CONFIGS)
+def test_the_reference_equals_transformers_at_every_position(
+    name: str, checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
+    pytest.importorskip("transformers", minversion="5.15", reason="earlier DeepSeek-V2 has a wrong softmax scale")
+    import torch
+    from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
+
+    if checkpoints.CONFIGS[name]["model_type"] not in CONFIG_MAPPING:
+        pytest.skip(f"this transformers has no {checkpoints.CONFIGS[name]['model_type']}")
+    path = checkpoint(name)
+    AutoConfig.from_pretrained(path)
+    if "text_config" in checkpoints.CONFIGS[name]:
+        path = checkpoints.write_text_only(name, tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(
+        path, attn_implementation="eager", experts_implementation="eager", dtype=torch.float32
+    ).eval()
+    token_ids = checkpoints.prompts(name)[0]
+    with torch.no_grad():
+        theirs = model(torch.tensor([token_ids])).logits[0].double().numpy()
+
+    ours = Reference.open(checkpoint(name), inner_eps=HF_INNER_EPS).logits(token_ids)
+
+    assert np.abs(ours - theirs).max() <= TOLERANCE
+
+
+@pytest.mark.parametrize("name", checkpoints.MLA_SHAPES)
+def test_absorbed_mla_equals_naive_mla(name: str, checkpoint: Callable[[str], Path]) -> None:
+    token_ids = checkpoints.prompts(name)[1]
+    naive = Reference.open(checkpoint(name)).logits(token_ids)
+    absorbed = Reference.open(checkpoint(name), absorbed=True).logits(token_ids)
+    np.testing.assert_allclose(absorbed, naive, rtol=0, atol=1e-11)
+
+
+@pytest.mark.parametrize("name", checkpoints.CONFIGS)
+def test_logits_are_of_order_one_and_no_routing_decision_is_close(
+    name: str, checkpoint: Callable[[str], Path]
+) -> None:
+    """Or a comparison in fp32 would measure luck: a near tie in the router may fall either way."""
+    reference = Reference.open(checkpoint(name))
+    largest = [np.abs(reference.logits(token_ids)).max() for token_ids in checkpoints.prompts(name).values()]
+    assert 3 < max(largest) < 12
+    assert reference.margin > 2e-5
