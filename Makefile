@@ -1,7 +1,7 @@
 # make demo    build .venv and let a real model answer, with its speed and its plan
 # make test    the whole CPU suite (what CI runs)
 # make check   lint, types, tests
-PYTHON ?= $(shell for p in python3.12 python3.11 python3; do \
+PYTHON ?= $(shell for p in python3 python3.12 python3.11; do \
 	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null && echo $$p && break; done)
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -33,9 +33,9 @@ $(VENV)/bin/python:
 	@test -n "$(PYTHON)" || { echo "error: no Python 3.11 or 3.12 found; set PYTHON=/path/to/python3.11"; exit 2; }
 	@$(PYTHON) -m venv $(VENV) || { echo "error: could not make $(VENV); on Debian: apt install python3-venv"; exit 2; }
 
-# torch first and by its pin: where a CPU build of that version is at hand, pip takes it.
+# torch first and by its pin. TORCH_INDEX may name an index with the CPU build, which is a tenth of the size.
 $(ENGINE): pyproject.toml constraints.txt | $(VENV)/bin/python
-	$(PIP) torch
+	$(PIP) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
 	$(PIP) --editable '.[engine]'
 	@touch $@
 

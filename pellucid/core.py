@@ -82,10 +82,10 @@ class SamplingParams:
     skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
-        if isinstance(self.stop, str):
-            object.__setattr__(self, "stop", (self.stop,))
         for name in ("stop", "stop_token_ids"):
-            object.__setattr__(self, name, tuple(getattr(self, name)))
+            value: Any = getattr(self, name)
+            # One stop string may come without its tuple, as OpenAI's API allows.
+            object.__setattr__(self, name, (value,) if isinstance(value, str) else tuple(value))
         if self.allowed_token_ids is not None:
             object.__setattr__(self, "allowed_token_ids", tuple(self.allowed_token_ids))
         for name, low, high in _RANGES:

@@ -354,7 +354,7 @@ def _is_moe(config: Config, layer: int) -> bool:
     if "mlp_layer_types" in config:
         return bool(config["mlp_layer_types"][layer] == "sparse")
     if "n_routed_experts" in config:
-        return bool(layer >= config["first_k_dense_replace"])
+        return bool(layer >= config["first_k_dense_replace"] and layer % config["moe_layer_freq"] == 0)
     return "num_experts" in config and layer not in config["mlp_only_layers"]
 
 
@@ -364,6 +364,17 @@ def write(name: str, directory: Path) -> Path:
 
     _write_config(CONFIGS[name], directory)
     save_file(tensors_of(name), directory / "model.safetensors", metadata={"format": "pt"})
+    return directory
+
+
+def write_every_other_layer_moe(directory: Path) -> Path:
+    """The shape `v2lite` with `moe_layer_freq` 2: dense, dense, MoE."""
+    from safetensors.numpy import save_file
+
+    config = {**CONFIGS["v2lite"], "moe_layer_freq": 2}
+    _write_config(config, directory)
+    tensors = dict(_Draw(np.random.default_rng(SEED), config).model())
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
     return directory
 
 

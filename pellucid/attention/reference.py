@@ -10,8 +10,8 @@ from pellucid.traits.backend import ANY, ANY_HEADS, BackendTraits, Phase, Priori
 if TYPE_CHECKING:
     import torch
 
-    from pellucid.kernels.context import KernelContext
     from pellucid.attention.base import AttentionMetadata, Expand
+    from pellucid.kernels.context import KernelContext
 
 TRAITS = BackendTraits(
     name="reference",

@@ -27,6 +27,7 @@ def generate(
     ctx: click.Context,
     /,
     model: str,
+    *,
     prompt: str | None,
     chat: bool,
     system: str | None,
@@ -43,7 +44,7 @@ def generate(
     from pellucid.cli.loading import load_llm
 
     if prompt is None:
-        prompt = click.get_text_stream("stdin").read()
+        prompt = sys.stdin.read()
     llm = load_llm(engine_args(ctx, model))
     if show_plan:
         from pellucid.selection.explain import render
@@ -52,7 +53,8 @@ def generate(
     ready = time.monotonic()
     turns = [{"role": "system", "content": system}] if system else []
     tokens = llm.apply_chat_template([*turns, {"role": "user", "content": prompt}]) if chat else prompt
-    pieces, count, last = [], 0, None
+    pieces: list[str] = []
+    count, last = 0, None
     for delta in llm.stream(tokens, params):
         pieces.append(delta.text)
         count += len(delta.token_ids)

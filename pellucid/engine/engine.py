@@ -19,11 +19,11 @@ from pellucid.models.weights import LoadProgress
 from pellucid.runner.model_runner import ModelRunner
 from pellucid.scheduler.config import SchedulerConfig
 from pellucid.scheduler.scheduler import Scheduler
-from pellucid.step_plan import SchedulerStats
 from pellucid.selection.args import EngineArgs
 from pellucid.selection.memory import stored_bytes
 from pellucid.selection.plan import ExecutionPlan
 from pellucid.selection.resolve import resolve
+from pellucid.step_plan import SchedulerStats
 from pellucid.tokenizer.tokenizer import Tokenizer
 from pellucid.traits.model import ModelTraits
 
@@ -58,7 +58,7 @@ class Engine:
         hardware: Hardware | None = None,
         capture_layers: Sequence[int] = (),
         on_progress: Callable[[LoadProgress], None] | None = None,
-        debug: DebugModes = DebugModes(),  # noqa: B008 - frozen
+        debug: DebugModes | None = None,
     ) -> None:
         self.args = args
         self.path = resolve_model(args.model)
@@ -74,7 +74,7 @@ class Engine:
         self.tokenizer = load_tokenizer(checkpoint)
         self.capture_layers = _check_layers(capture_layers, self.traits.num_layers)
         runner = ModelRunner(self.traits, checkpoint.tensors, self.plan, self.capture_layers, on_progress)
-        self._worker = Worker(Scheduler(_scheduler_config(self.plan, debug)), runner)
+        self._worker = Worker(Scheduler(_scheduler_config(self.plan, debug or DebugModes())), runner)
         self._groups: dict[str, _Group] = {}
         self._members: dict[str, tuple[str, OutputBuilder]] = {}
         self._ids = itertools.count()
@@ -116,7 +116,7 @@ class Engine:
         for index in range(params.n):
             member = replace(request, request_id=f"{group_id}#{index}", params=params.single(index))
             self._worker.add_request(member)
-            builder = OutputBuilder(member, index, self.tokenizer)
+            builder = OutputBuilder(member, index, self.tokenizer, continues_text=text is not None)
             group.builders.append(builder)
             self._members[member.request_id] = (group_id, builder)
         self._groups[group_id] = group

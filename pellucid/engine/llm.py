@@ -65,7 +65,7 @@ class LLM:
             EngineArgs(model=str(model), **engine_args),
             capture_layers=capture_layers,
             on_progress=on_progress,
-            debug=debug or DebugModes(),
+            debug=debug,
         )
 
     @classmethod

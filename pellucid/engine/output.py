@@ -42,10 +42,15 @@ class TextDelta:
 class OutputBuilder:
     """Collects one sample: text, tokens, logprobs, prompt rows, times."""
 
-    def __init__(self, request: Request, index: int, tokenizer: Tokenizer | None) -> None:
+    def __init__(self, request: Request, index: int, tokenizer: Tokenizer | None, *, continues_text: bool) -> None:
+        """`continues_text`: the prompt was text, and the output goes on where it ends."""
         params = request.params
         self.request, self.index = request, index
-        self._detokenizer = None if tokenizer is None else IncrementalDetokenizer(tokenizer, params.skip_special_tokens)
+        self._detokenizer = None
+        if tokenizer is not None:
+            self._detokenizer = IncrementalDetokenizer(
+                tokenizer, params.skip_special_tokens, continues_text=continues_text
+            )
         self._stops = StopStringMatcher(params.stop, params.include_stop_str_in_output)
         self.token_ids: list[int] = []
         self.logprobs: list[TokenLogprobs] = []
@@ -85,9 +90,7 @@ class OutputBuilder:
         self._text.append(text)
         logprobs = (output.logprobs,) if output.logprobs is not None else ()
         metrics = self.metrics if finish is not None else None
-        return TextDelta(
-            self.request.request_id, self.index, text, new_ids, logprobs, finish, reason, metrics
-        )
+        return TextDelta(self.request.request_id, self.index, text, new_ids, logprobs, finish, reason, metrics)
 
     def result(self) -> CompletionOutput:
         return CompletionOutput(

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-import os
 import subprocess
 import tempfile
 from dataclasses import dataclass
@@ -61,7 +60,7 @@ def build(cxx: str) -> Path:
             first = errors[0] if errors else f"exit status {result.returncode}"
             raise PellucidError(f"building the CPU kernels with {cxx} failed: {first}; try --linear-backend reference")
         # An atomic rename: two processes that build at once both end with a whole file.
-        os.replace(built, target)
+        built.replace(target)
     return target
 
 
@@ -90,18 +89,19 @@ class CpuLibrary:
             raise PellucidError("no C++ compiler found for the CPU kernels; install one (apt install g++) or set CXX")
         self._torch = torch
         self.threads = threads or torch.get_num_threads()
-        library = ctypes.CDLL(str(build(cxx)))
+        self._library = ctypes.CDLL(str(build(cxx)))
         for name, argtypes in _SIGNATURES.items():
-            function = getattr(library, name)
+            function = getattr(self._library, name)
             function.argtypes, function.restype = argtypes, None
-            setattr(self, "_" + name.removeprefix("pellucid_"), function)
 
-    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float, *, out: torch.Tensor | None = None) -> torch.Tensor:
+    def rms_norm(
+        self, x: torch.Tensor, weight: torch.Tensor, eps: float, *, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """x [outer, n] or [outer, inner, n] (inner contiguous), normalized over n; `out` may be `x`."""
         if out is None:
             out = self._torch.empty(x.shape)
         inner = x.shape[1] if x.dim() == 3 else 1
-        self._rms_norm(
+        self._library.pellucid_rms_norm(
             x.data_ptr(), x.stride(0), weight.data_ptr(), out.data_ptr(), out.stride(0),
             x.shape[0], inner, x.shape[-1], eps, self.threads,
         )  # fmt: skip
@@ -109,27 +109,29 @@ class CpuLibrary:
 
     def rope_(self, x: torch.Tensor, table: torch.Tensor, positions: torch.Tensor, interleaved: bool) -> None:
         """Rotates x [tokens, heads, dim] in place (any token and head strides). table [positions, dim]: cos | sin."""
-        self._rope(
+        self._library.pellucid_rope(
             x.data_ptr(), x.stride(0), x.stride(1), x.shape[1], x.shape[2],
             table.data_ptr(), positions.data_ptr(), x.shape[0], interleaved,
         )  # fmt: skip
 
     def cache_write(self, x: torch.Tensor, slots: torch.Tensor, cache: torch.Tensor) -> None:
         """cache.view(-1, width)[slots[t]] = x[t]; x [tokens, width] with any token stride; slots int64, -1 skips."""
-        self._cache_write(x.data_ptr(), x.stride(0), slots.data_ptr(), cache.data_ptr(), x.shape[0], x.shape[1])
+        self._library.pellucid_cache_write(
+            x.data_ptr(), x.stride(0), slots.data_ptr(), cache.data_ptr(), x.shape[0], x.shape[1]
+        )
 
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         """silu(gate_up[:, :n]) * gate_up[:, n:], [rows, n]."""
         rows, n = gate_up.shape[0], gate_up.shape[1] // 2
         out = self._torch.empty(rows, n)
-        self._silu_mul(gate_up.data_ptr(), gate_up.stride(0), out.data_ptr(), rows, n, self.threads)
+        self._library.pellucid_silu_mul(gate_up.data_ptr(), gate_up.stride(0), out.data_ptr(), rows, n, self.threads)
         return out
 
     def linear(
         self, x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None, out: torch.Tensor, accumulate: bool
     ) -> None:
         """out = (or +=) x W^T + bias; x [m, k] and out [m, n] with any row stride."""
-        self._linear(
+        self._library.pellucid_linear(
             weight.format, x.data_ptr(), x.stride(0), weight.data.data_ptr(), _pointer(weight.scale),
             _pointer(weight.minimum), _pointer(bias), out.data_ptr(), out.stride(0), x.shape[0],
             weight.rows, weight.columns, accumulate, self.threads,
@@ -137,7 +139,7 @@ class CpuLibrary:
 
     def batched_linear(self, x: torch.Tensor, weight: PackedWeight, out: torch.Tensor) -> None:
         """out[:, b] = x[:, b] W[b]^T for x [m, batch, k], out [m, batch, n] (last dim contiguous), dense W."""
-        self._batched_linear(
+        self._library.pellucid_batched_linear(
             weight.format, x.data_ptr(), x.stride(0), x.stride(1), weight.data.data_ptr(), out.data_ptr(),
             out.stride(0), out.stride(1), x.shape[1], x.shape[0], weight.rows, weight.columns, self.threads,
         )  # fmt: skip
@@ -157,7 +159,7 @@ class CpuLibrary:
             groups = [torch.empty(batch, tiles * LANES * columns // GROUP, dtype=torch.float16) for _ in range(2)]
             for b in range(batch):
                 source = data[b] if data.dim() == 3 else data
-                self._pack_gguf(
+                self._library.pellucid_pack_gguf(
                     GGUF_BLOCK_TYPES[scheme], source.data_ptr(), rows, columns, packed[b].data_ptr(),
                     groups[0][b].data_ptr(), groups[1][b].data_ptr(), self.threads,
                 )  # fmt: skip
@@ -166,7 +168,9 @@ class CpuLibrary:
         packed = torch.empty(batch, tiles * LANES * columns * itemsize, dtype=torch.uint8)
         for b in range(batch):
             source = data[b] if data.dim() == 3 else data
-            self._pack_dense(itemsize, source.data_ptr(), rows, columns, packed[b].data_ptr(), self.threads)
+            self._library.pellucid_pack_dense(
+                itemsize, source.data_ptr(), rows, columns, packed[b].data_ptr(), self.threads
+            )
         return PackedWeight(FORMATS[scheme], rows, columns, packed, None, None)
 
     def paged_attention(
@@ -190,7 +194,7 @@ class CpuLibrary:
         """
         tokens, heads, dk = q.shape
         out = self._torch.empty(tokens, heads, value_dim)
-        self._paged_attention(
+        self._library.pellucid_paged_attention(
             q.data_ptr(), out.data_ptr(), keys.data_ptr(), values.data_ptr(), keys.stride(1), values.stride(1),
             value_head_stride, page_table.data_ptr(), page_table.stride(0), sequence.data_ptr(), context.data_ptr(),
             tokens, heads, num_kv_heads, dk, value_dim, keys.shape[1], scale, self.threads,
@@ -208,7 +212,7 @@ class CpuLibrary:
     ) -> None:
         """out[t] += sum_k weights[t, k] * expert(experts[t, k])(x[t]); experts int64, weights fp32 [tokens, top_k]."""
         tokens, hidden = x.shape
-        self._moe(
+        self._library.pellucid_moe(
             gate_up.format, x.data_ptr(), tokens, hidden, down.columns, gate_up.data.shape[0], experts.shape[1],
             experts.data_ptr(), weights.data_ptr(), gate_up.data.data_ptr(), _pointer(gate_up.scale),
             _pointer(gate_up.minimum), down.format, down.data.data_ptr(), _pointer(down.scale),

@@ -45,6 +45,7 @@ class GQAAttention:
         keys, values = batch.pool.keys(self.layer), batch.pool.values(self.layer)
         self.ops.cache_write(k, batch.slots, keys)
         self.ops.cache_write(v, batch.slots, values)
+
         def attend(part: AttentionSegment) -> torch.Tensor:
             rows = q[part.start : part.stop].contiguous()
             return part.backend.gqa(

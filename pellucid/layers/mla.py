@@ -77,9 +77,7 @@ class MLAAttention:
             return self._attend_expanded(q, latent, part)
         q_nope, q_rope = q.split([traits.qk_nope_head_dim, traits.qk_rope_head_dim], dim=-1)
         q_latent = torch.cat([self.absorb_key(q_nope), q_rope], dim=-1)  # [tokens, heads, kv_lora_rank + rope]
-        out = part.backend.mla(
-            q_latent, latent, metadata, kv_lora_rank=traits.kv_lora_rank, scale=traits.softmax_scale
-        )
+        out = part.backend.mla(q_latent, latent, metadata, kv_lora_rank=traits.kv_lora_rank, scale=traits.softmax_scale)
         return self.project_value(out)
 
     def _attend_expanded(self, q: torch.Tensor, latent: torch.Tensor, part: AttentionSegment) -> torch.Tensor:

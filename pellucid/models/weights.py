@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -45,7 +45,9 @@ ProgressCallback = Callable[[LoadProgress], None]
 class Weights:
     """Tensors by canonical name. A matrix comes as stored, a vector as fp32."""
 
-    def __init__(self, infos: Mapping[str, TensorInfo], names: Mapping[str, object], on_progress: ProgressCallback | None) -> None:
+    def __init__(
+        self, infos: Mapping[str, TensorInfo], names: Iterable[str], on_progress: ProgressCallback | None
+    ) -> None:
         self._infos = infos
         self._total = sum(infos[name].nbytes for name in names)
         self._done = 0

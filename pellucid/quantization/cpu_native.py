@@ -33,7 +33,6 @@ def create(context: KernelContext) -> CpuNativeLinear:
     return CpuNativeLinear(context.cpu_library)
 
 
-
 PACKABLE = frozenset({"fp32", "bf16", "fp16", "q4_0", "q4_1", "q8_0"})
 """Schemes whose bits are kept in memory; any other is dequantized to fp32 at load, then packed as that."""
 

@@ -15,8 +15,8 @@ from pellucid.models.weights import ProgressCallback
 from pellucid.runner.backends import create_backends
 from pellucid.runner.forward_batch import build_forward_batch
 from pellucid.runner.sampler import SampledToken, SamplingState, logprobs_of, sample
-from pellucid.step_plan import ScheduledSequence, StepPlan
 from pellucid.selection.plan import ExecutionPlan
+from pellucid.step_plan import ScheduledSequence, StepPlan
 from pellucid.traits.backend import Phase
 from pellucid.traits.model import ModelTraits
 from pellucid.traits.tensors import TensorIndex

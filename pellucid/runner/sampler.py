@@ -71,7 +71,8 @@ def sample(logits: torch.Tensor, states: Sequence[SamplingState]) -> list[Sample
         top = logits.max(dim=-1)
         chosen, best = top.indices.tolist(), top.values
     else:
-        rows = [_rewrite(row, state) if state.rewrites_logits else row for row, state in zip(logits, states, strict=True)]
+        pairs = list(zip(logits, states, strict=True))
+        rows = [_rewrite(row, state) if state.rewrites_logits else row for row, state in pairs]
         chosen = [_choose(row, state) for row, state in zip(rows, states, strict=True)]
         best = torch.stack([row.max() for row in rows])
     if not bool(best.isfinite().all()):

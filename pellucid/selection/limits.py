@@ -121,10 +121,8 @@ def _uneven(model: ModelTraits, ranks: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """Context length and pages, and why the engine cannot start when they come to nothing."""
+    """The decisions on context length and pages, and why the engine cannot start when they come to nothing."""
 
-    max_model_len: int
-    num_kv_pages: int
     decisions: tuple[Decision, ...]
     blockers: tuple[Misfit, ...]
 
@@ -168,21 +166,28 @@ def decide_capacity(
             whole if length == wanted else f"what {pages} pages hold; {whole}",
         ),
     )
-    return Capacity(length, pages, decisions, ())
+    return Capacity((_utilization(args, bill), *decisions), ())
 
 
 def _no_room(args: EngineArgs, wanted: int, bill: MemoryBill) -> Capacity:
     most = max(bill.items, key=lambda item: item.bytes)
     reason = (
-        f"the model does not fit: {format_bytes(bill.fixed_bytes)} per rank before any KV, of {format_bytes(bill.budget_bytes)} "
-        f"({bill.budget_formula}); the most is {most.name}, {format_bytes(most.bytes)}"
+        f"the model does not fit: {_per_rank(bill)} ({bill.budget_formula}); "
+        f"the most is {most.name}, {format_bytes(most.bytes)}"
     )
     blocker = Misfit(reason, "more devices with --tensor-parallel-size, or a smaller format of the weights", "memory")
     decisions = (
         Decision("kv.pages", None, 0, "forced by traits", (reason,)),
         _limit("max_model_len", args.max_model_len, wanted, "no page fits; the model's own length is kept"),
     )
-    return Capacity(wanted, 0, decisions, (blocker,))
+    return Capacity((_utilization(args, bill), *decisions), (blocker,))
+
+
+def _utilization(args: EngineArgs, bill: MemoryBill) -> Decision:
+    name, asked = "gpu_memory_utilization", args.gpu_memory_utilization
+    if asked is None:
+        return Decision(name, None, bill.utilization, "default", (bill.budget_formula,))
+    return Decision(name, None, asked, "asked", (f"--gpu-memory-utilization: {bill.budget_formula}",))
 
 
 def _left(bill: MemoryBill) -> str:

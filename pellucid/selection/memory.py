@@ -215,6 +215,7 @@ def memory_bill(
         BillItem("runtime", RUNTIME_BYTES[device], "an allowance, not measured"),
     )
     return MemoryBill(
+        utilization=UTILIZATION[device] if utilization is None else utilization,
         budget_bytes=budget,
         budget_formula=budget_formula,
         items=items,

@@ -151,7 +151,7 @@ def _dtype(backend: BackendTraits, need: Need) -> Misfit | None:
     if need.dtype in backend.compute_dtypes or need.device not in backend.devices:
         return None
     reason = f"computes in {one_of(backend.compute_dtypes)}, not {need.dtype}"
-    return Misfit(reason, f"--dtype {_first(backend.compute_dtypes)}", "dtype")
+    return Misfit(reason, _flag_for("--dtype", backend.compute_dtypes), "dtype")
 
 
 def _batch_invariant(backend: BackendTraits, need: Need) -> Misfit | None:
@@ -214,15 +214,15 @@ def _page_size(backend: BackendTraits, need: Need) -> Misfit | None:
     sizes = backend.page_sizes
     if isinstance(sizes, Anything) or need.page_size in sizes:
         return None
-    best = 64 if 64 in sizes else max(sizes, default=0)
-    return Misfit(f"takes pages of {one_of(sizes)} tokens, not {need.page_size}", f"--block-size {best}", "page_size")
+    remedy = f"--block-size {64 if 64 in sizes else max(sizes)}" if sizes else ""
+    return Misfit(f"takes pages of {one_of(sizes)} tokens, not {need.page_size}", remedy, "page_size")
 
 
 def _kv_dtype(backend: BackendTraits, need: Need) -> Misfit | None:
     if need.kv_dtype in backend.kv_dtypes or need.device not in backend.devices:
         return None
     reason = f"reads a KV cache of {one_of(backend.kv_dtypes)}, not {need.kv_dtype}"
-    return Misfit(reason, f"--kv-cache-dtype {_first(backend.kv_dtypes)}", "kv_dtype")
+    return Misfit(reason, _flag_for("--kv-cache-dtype", backend.kv_dtypes), "kv_dtype")
 
 
 def _kv_layout(backend: BackendTraits, need: Need) -> Misfit | None:
@@ -311,12 +311,13 @@ OP_RULES: Mapping[Op, tuple[Rule, ...]] = {
 def one_of(values: Iterable[object] | Anything) -> str:
     """`16, 32 or 64`; `nothing` when empty."""
     if isinstance(values, Anything):
-        return "any number of"
+        return "anything"
     names = [str(v) for v in (sorted(values) if isinstance(values, frozenset) else values)]
     if not names:
         return "nothing"
     return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} or {names[-1]}"
 
 
-def _first(dtypes: frozenset[str]) -> str:
-    return next((name for name in ("bf16", "fp16", "fp32", "fp8") if name in dtypes), "none")
+def _flag_for(flag: str, dtypes: frozenset[str]) -> str:
+    """The flag with the most usual of the dtypes that would do; empty when none would."""
+    return next((f"{flag} {name}" for name in ("bf16", "fp16", "fp32", "fp8") if name in dtypes), "")

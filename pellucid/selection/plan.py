@@ -75,8 +75,9 @@ class BillItem:
 
 @dataclass(frozen=True, slots=True)
 class MemoryBill:
-    """What one rank's memory goes to. `budget_bytes` is what the engine may take of the device."""
+    """What one rank's memory goes to. `budget_bytes` is what the engine may take: `utilization` of the device."""
 
+    utilization: float
     budget_bytes: int
     budget_formula: str
     items: tuple[BillItem, ...]

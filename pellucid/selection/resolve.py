@@ -125,9 +125,15 @@ def _refuse_cause(args: EngineArgs, slot: Slot, candidates: Sequence[Candidate])
     flags = {kind: name for name, kind in CAUSES.items() if getattr(args, name) is not None}
     for candidate in candidates:
         if all(m.kind in flags for m in candidate.misfits):
-            named = ", ".join(f"{flag_name(flags[m.kind])} {getattr(args, flags[m.kind])}" for m in candidate.misfits)
+            named = ", ".join(_typed(args, flags[m.kind]) for m in candidate.misfits)
             why = "; ".join(str(m) for m in candidate.misfits)
             raise PlanError(f"{named}: nothing runs {slot.name} with it; {candidate.name} {why}")
+
+
+def _typed(args: EngineArgs, name: str) -> str:
+    """A flag as the user typed it."""
+    value = getattr(args, name)
+    return flag_name(name) if value is True else f"{flag_name(name)} {value}"
 
 
 def _unserved(storage: Storage, kernels: Sequence[Decision]) -> tuple[Misfit, ...]:
@@ -160,7 +166,7 @@ def _switches(
     reason = f"{', '.join(depends)} may depend on the batch" if depends else "every chosen backend is"
     invariant = Decision("batch_invariant", None, bool(every) and not depends, "forced by traits", (reason,))
     if args.batch_invariant is not None:
-        invariant = Decision("batch_invariant", None, args.batch_invariant, "asked", ("--batch-invariant", reason))
+        invariant = _switch("batch_invariant", args.batch_invariant, reason)
     return (
         _switch("enable_prefix_caching", args.enable_prefix_caching, "equal prefixes need no second prefill"),
         _switch("enable_chunked_prefill", args.enable_chunked_prefill, "a long prompt must not stall decoding"),

@@ -30,6 +30,7 @@ class Storage:
     candidates: Mapping[str, tuple[Candidate, ...]]
 
     def taken(self, slot: Slot, bucket: int, evidence: Evidence) -> str | None:
+        """The backend that `slot` takes under this storage."""
         fitting = [c.name for c in self.candidates[slot.name] if c.fits]
         return pick(slot, bucket, fitting, evidence)
 
@@ -84,39 +85,32 @@ def storage_decisions(
     args: EngineArgs, model: ModelTraits, storage: Storage, chosen: Mapping[str, Sequence[BackendTraits]]
 ) -> tuple[Decision, ...]:
     """The decisions on dtype and KV cache. `chosen`: the backends taken by each slot."""
-    every = {b.name: b for taken in chosen.values() for b in taken}
     attention = {b.name: b for name, taken in chosen.items() if name.startswith("attention.") for b in taken}
-    dtypes = {f"{slot} by {b.name}": b.compute_dtypes for slot, taken in chosen.items() for b in taken}
     pages = {name: b.page_sizes for name, b in attention.items()}
-    own = short_dtype(model.dtype)
+    bound = {b.name for taken in chosen.values() for b in taken if b.compute_dtypes == {storage.dtype}}
     return (
-        _dtype(args, storage, own, dtypes, every),
+        _dtype(args, storage, short_dtype(model.dtype), sorted(bound)),
         _kv_dtype(args, storage),
         Decision(
             "kv.layout",
             None,
             storage.layout,
             "forced by traits",
-            (f"{model.attention.kind} attention; read by {one_of(sorted(attention)) if attention else 'no backend'}",),
+            (f"{model.attention.kind} attention; read by {' and '.join(sorted(attention)) or 'no backend'}",),
         ),
         _page_size(args, storage, pages),
     )
 
 
-def _dtype(
-    args: EngineArgs,
-    storage: Storage,
-    own: str,
-    dtypes: Mapping[str, frozenset[str]],
-    every: Mapping[str, BackendTraits],
-) -> Decision:
+def _dtype(args: EngineArgs, storage: Storage, own: str, bound: Sequence[str]) -> Decision:
+    """`bound`: the chosen backends that compute in no other dtype."""
     stored = f"the weights are meant for {own}"
     if args.dtype:
         return Decision("dtype", None, storage.dtype, "asked", (f"--dtype; {stored}",))
-    only = sorted(name for name, b in every.items() if b.compute_dtypes == {storage.dtype})
-    how: How = "forced by traits" if only else "default"
-    because = (stored,) if not only else (f"{one_of(only)} computes in {storage.dtype} only", stored)
-    return Decision("dtype", None, storage.dtype, how, because)
+    if bound:
+        reasons = (f"{' and '.join(bound)} computes in {storage.dtype} only", stored)
+        return Decision("dtype", None, storage.dtype, "forced by traits", reasons)
+    return Decision("dtype", None, storage.dtype, "default", (stored,))
 
 
 def _kv_dtype(args: EngineArgs, storage: Storage) -> Decision:
@@ -126,7 +120,10 @@ def _kv_dtype(args: EngineArgs, storage: Storage) -> Decision:
 
 
 def _page_size(args: EngineArgs, storage: Storage, pages: Mapping[str, frozenset[int] | Anything]) -> Decision:
-    takes = tuple(f"{name} takes pages of {one_of(sizes)} tokens" for name, sizes in sorted(pages.items()))
+    takes = tuple(
+        f"{name} takes pages of {'any size' if isinstance(sizes, Anything) else f'{one_of(sizes)} tokens'}"
+        for name, sizes in sorted(pages.items())
+    )
     if args.block_size:
         return Decision("kv.page_size", None, storage.page_size, "asked", (flag_name("block_size"), *takes))
     forced = any(not isinstance(sizes, Anything) and len(sizes) == 1 for sizes in pages.values())

@@ -195,12 +195,14 @@ def _integer_layout(parts: Mapping[str, TensorInfo], rules: QuantizationRules | 
 
 
 def _fp8_format(weight: TensorInfo, parts: Mapping[str, TensorInfo], rules: QuantizationRules | None) -> WeightFormat:
-    scale = parts.get("weight_scale_inv") or parts.get("weight_scale")
-    if scale is None or _is_scalar(scale):
-        return WeightFormat("fp8", scale_per="tensor")
-    rows = weight.shape[0]
-    if scale.shape[0] == rows and (len(scale.shape) == 1 or scale.shape[1] == 1) and "weight_scale_inv" not in parts:
-        return WeightFormat("fp8", scale_per="channel")
+    """`weight_scale_inv` [row blocks, column blocks] is DeepSeek's; one value or a column come as `weight_scale`."""
+    blocks, scale = parts.get("weight_scale_inv"), parts.get("weight_scale")
+    if blocks is None or len(blocks.shape) != 2:
+        if _is_scalar(scale):
+            return WeightFormat("fp8", scale_per="tensor")
+        assert scale is not None
+        if scale.shape[0] == weight.shape[0] and scale.shape[1:] in ((), (1,)):
+            return WeightFormat("fp8", scale_per="channel")
     declared = rules.parameters("fp8") if rules else None
     block = declared.group_size if declared and declared.group_size else 128
     return WeightFormat("fp8", block)

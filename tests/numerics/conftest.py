@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 
@@ -28,6 +28,17 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path
     return written
 
 
+@pytest.fixture(scope="session", autouse=True)
+def one_torch_thread() -> Iterator[None]:
+    """Tiny products on a busy machine: threads that wait for each other would take most of the time."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture(scope="session")
 def expected(checkpoint: Callable[[str], Path]) -> Callable[[str], dict[int, Array]]:
     """The fp64 logits of a shape's three prompts: sequence -> [tokens, vocab]."""
@@ -36,5 +47,34 @@ def expected(checkpoint: Callable[[str], Path]) -> Callable[[str], dict[int, Arr
     def computed(name: str) -> dict[int, Array]:
         reference = Reference.open(checkpoint(name))
         return {sequence: reference.logits(ids) for sequence, ids in checkpoints.prompts(name).items()}
+
+    return computed
+
+
+@pytest.fixture(scope="session")
+def transformers_logits(
+    checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str], Array]:
+    """What transformers computes for a shape's first prompt, fp32 and eager: [tokens, vocab]."""
+    pytest.importorskip("transformers", minversion="5.15", reason="earlier DeepSeek-V2 has a wrong softmax scale")
+    import torch
+    from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
+
+    @cache
+    def computed(name: str) -> Array:
+        config = checkpoints.CONFIGS[name]
+        if config["model_type"] not in CONFIG_MAPPING:
+            pytest.skip(f"this transformers has no {config['model_type']}")
+        path = checkpoint(name)
+        AutoConfig.from_pretrained(path)
+        if "text_config" in config:
+            path = checkpoints.write_text_only(name, tmp_path_factory.mktemp(name))
+        model = AutoModelForCausalLM.from_pretrained(
+            path, attn_implementation="eager", experts_implementation="eager", dtype=torch.float32
+        ).eval()
+        with torch.no_grad():
+            rows = model(torch.tensor([checkpoints.prompts(name)[0]])).logits[0]
+        logits: Array = rows.double().numpy()
+        return logits
 
     return computed

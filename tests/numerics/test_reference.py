@@ -6,10 +6,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 
 from tests import checkpoints
 from tests.reference import Reference
+
+Array = npt.NDArray[np.float64]
 
 TOLERANCE = 2e-4
 HF_INNER_EPS = 1e-6
@@ -18,28 +21,10 @@ HF_INNER_EPS = 1e-6
 
 @pytest.mark.parametrize("name", checkpoints.CONFIGS)
 def test_the_reference_equals_transformers_at_every_position(
-    name: str, checkpoint: Callable[[str], Path], tmp_path: Path
+    name: str, checkpoint: Callable[[str], Path], transformers_logits: Callable[[str], Array]
 ) -> None:
-    pytest.importorskip("transformers", minversion="5.15", reason="earlier DeepSeek-V2 has a wrong softmax scale")
-    import torch
-    from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
-
-    if checkpoints.CONFIGS[name]["model_type"] not in CONFIG_MAPPING:
-        pytest.skip(f"this transformers has no {checkpoints.CONFIGS[name]['model_type']}")
-    path = checkpoint(name)
-    AutoConfig.from_pretrained(path)
-    if "text_config" in checkpoints.CONFIGS[name]:
-        path = checkpoints.write_text_only(name, tmp_path)
-    model = AutoModelForCausalLM.from_pretrained(
-        path, attn_implementation="eager", experts_implementation="eager", dtype=torch.float32
-    ).eval()
-    token_ids = checkpoints.prompts(name)[0]
-    with torch.no_grad():
-        theirs = model(torch.tensor([token_ids])).logits[0].double().numpy()
-
-    ours = Reference.open(checkpoint(name), inner_eps=HF_INNER_EPS).logits(token_ids)
-
-    assert np.abs(ours - theirs).max() <= TOLERANCE
+    ours = Reference.open(checkpoint(name), inner_eps=HF_INNER_EPS).logits(checkpoints.prompts(name)[0])
+    assert np.abs(ours - transformers_logits(name)).max() <= TOLERANCE
 
 
 @pytest.mark.parametrize("name", checkpoints.MLA_SHAPES)

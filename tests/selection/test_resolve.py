@@ -107,6 +107,7 @@ def test_a_gpu_is_not_invented():
         ("enable_prefix_caching", False, "enable_prefix_caching"),
         ("batch_invariant", True, "batch_invariant"),
         ("threads", 3, "threads"),
+        ("gpu_memory_utilization", 0.6, "gpu_memory_utilization"),
         ("seed", 5, "seed"),
         ("device", "cpu", "device"),
         ("tensor_parallel_size", 1, "tensor_parallel_size"),
@@ -163,13 +164,13 @@ def test_ranks_are_as_few_as_hold_the_model():
 
 
 def test_ranks_need_not_be_a_power_of_two():
-    attention = replace(SMALL_DENSE.attention, num_heads=18, num_kv_heads=6)
-    model = replace(SMALL_DENSE, attention=attention, intermediate_size=1 << 10, num_layers=9, moe_layers=(False,) * 9)
-    assert plan(replace(model, intermediate_size=3 << 20), "b200x8-nvlink").tensor_parallel_size == 1
-    tight = replace(
-        machine("b200x8-nvlink"), gpus=(replace(machine("b200x8-nvlink").gpus[0], memory_bytes=90 << 30),) * 8
-    )
-    assert plan(replace(model, intermediate_size=3 << 20), tight).tensor_parallel_size == 3
+    attention = replace(SMALL_DENSE.attention, num_heads=66, num_kv_heads=6)
+    sizes = {"hidden_size": 8192, "intermediate_size": 27648, "num_layers": 80, "moe_layers": (False,) * 80}
+    model = replace(SMALL_DENSE, attention=attention, **sizes)
+    gpu = replace(machine("a100").gpus[0], memory_bytes=64 << 30)
+    decision = plan(model, replace(machine("a100"), gpus=(gpu,) * 4, link="nvlink")).decision("tensor_parallel_size")
+    assert (decision.value, decision.how) == (3, "forced by traits")
+    assert decision.because[1].startswith("with 2: ")
 
 
 def test_more_than_one_rank_needs_an_all_reduce():

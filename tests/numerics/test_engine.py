@@ -1,0 +1,133 @@
+"""The engine's logits against the fp64 reference, at every position, however the work is cut into batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from pellucid.models.decoder import Decoder
+from tests import checkpoints, harness
+from tests.reference import Reference
+
+Array = npt.NDArray[np.float64]
+Prompts = dict[int, list[int]]
+
+TOLERANCE = 2e-4
+
+
+def _full(prompts: Prompts) -> tuple[int, list[harness.Step]]:
+    return 64, [[(0, prompts[0])]]
+
+
+def _chunked(prompts: Prompts) -> tuple[int, list[harness.Step]]:
+    """Odd sizes over pages of 16, so that chunks begin and end inside pages, on their bounds, and span several."""
+    bounds = np.cumsum([0, 7, 9, 1, 32, 3, 61, 37])
+    return 16, [[(0, prompts[0][start:stop])] for start, stop in zip(bounds, bounds[1:], strict=False)]
+
+
+def _decode(prompts: Prompts) -> tuple[int, list[harness.Step]]:
+    return 4, [[(0, prompts[0][:110])], *([(0, [token])] for token in prompts[0][110:])]
+
+
+def _mixed(prompts: Prompts) -> tuple[int, list[harness.Step]]:
+    """Three sequences join one by one, prefill beside decode rows, then decode together; padded rows throughout."""
+    a, b, c = prompts.values()
+    steps: list[harness.Step] = [
+        [(0, a[:83])],
+        [(0, a[83:84]), harness.PAD, (1, b[:30])],
+        [(1, b[30:51]), (0, a[84:140]), (2, c[:23]), harness.PAD],
+    ]
+    steps += [[(0, [x]), harness.PAD, (1, [y]), (2, [z])] for x, y, z in zip(a[140:], b[51:], c[23:], strict=True)]
+    return 8, steps
+
+
+CUTS = {"full": _full, "chunked": _chunked, "decode": _decode, "mixed": _mixed}
+PAIRS = [
+    (name, backend)
+    for name in checkpoints.CONFIGS
+    for backend in harness.BACKENDS
+    if backend != "reference-expanded" or name in checkpoints.MLA_SHAPES
+]
+
+
+@pytest.fixture(scope="module")
+def decoder(checkpoint: Callable[[str], Path]) -> Callable[[str, str], Decoder]:
+    """The decoder of a shape for one of the harness's backends, loaded once."""
+    return cache(lambda name, backend: harness.load(checkpoint(name), backend))
+
+
+def _run(decoder: Decoder, backend: str, name: str, cut: str) -> tuple[harness.Session, dict[int, Array]]:
+    page_size, steps = CUTS[cut](checkpoints.prompts(name))
+    session = harness.Session(decoder, harness.attention_backend(backend), page_size)
+    return session, session.run(steps)
+
+
+@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize(("name", "backend"), PAIRS)
+def test_logits_equal_the_reference_at_every_position(
+    name: str,
+    backend: str,
+    cut: str,
+    decoder: Callable[[str, str], Decoder],
+    expected: Callable[[str], dict[int, Array]],
+) -> None:
+    session, found = _run(decoder(name, backend), backend, name, cut)
+
+    for sequence, rows in found.items():
+        assert rows.shape == expected(name)[sequence].shape
+        assert np.abs(rows - expected(name)[sequence]).max() <= TOLERANCE
+    _assert_only_own_pages_were_written(session)
+
+
+def _assert_only_own_pages_were_written(session: harness.Session) -> None:
+    """Neither the scratch page, nor a free page, nor the rest of a sequence's last page."""
+    written = np.zeros((session.num_pages + 1, session.page_size), dtype=bool)
+    for sequence, pages in session.pages.items():
+        for position in range(session.lengths[sequence]):
+            written[pages[position // session.page_size], position % session.page_size] = True
+    for layer in range(session.decoder.traits.num_layers):
+        for cache_rows in (session.pool.keys(layer), session.pool.values(layer)):
+            assert (cache_rows.numpy()[~written] == harness.POISON).all()
+
+
+@pytest.mark.parametrize("name", checkpoints.CONFIGS)
+def test_cpu_native_gives_the_same_bits_however_the_work_is_cut(
+    name: str, decoder: Callable[[str, str], Decoder]
+) -> None:
+    _, whole = _run(decoder(name, "cpu_native"), "cpu_native", name, "full")
+    for cut in ("chunked", "decode", "mixed"):
+        _, found = _run(decoder(name, "cpu_native"), "cpu_native", name, cut)
+        np.testing.assert_array_equal(found[0], whole[0], err_msg=cut)
+
+
+@pytest.mark.parametrize("name", ["v2lite", "v2", "v3", "llama", "qwen3-moe"])
+def test_logits_equal_those_of_transformers(
+    name: str, decoder: Callable[[str, str], Decoder], transformers_logits: Callable[[str], Array]
+) -> None:
+    """Directly, for shapes whose inner eps is the same in both."""
+    _, found = _run(decoder(name, "cpu_native"), "cpu_native", name, "full")
+    assert np.abs(found[0] - transformers_logits(name)).max() <= TOLERANCE
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpu_native"])
+@pytest.mark.parametrize(("name", "dtype"), [("v3", "bfloat16"), ("kimi25", "bfloat16"), ("qwen2", "float16")])
+def test_rounded_and_sharded_checkpoints_compute_with_the_values_they_store(
+    name: str, dtype: str, backend: str, tmp_path: Path
+) -> None:
+    path = checkpoints.write_sharded(name, tmp_path, dtype)
+    token_ids = checkpoints.prompts(name)[1]
+    wanted = Reference.open(path).logits(token_ids)
+    assert np.abs(harness.logits(path, [[(0, token_ids)]], backend)[0] - wanted).max() <= TOLERANCE
+
+
+def test_moe_layers_may_alternate_with_dense_ones(tmp_path: Path) -> None:
+    """`moe_layer_freq` as DeepSeek's own code reads it; transformers passes it over, so only the reference judges."""
+    path = checkpoints.write_every_other_layer_moe(tmp_path)
+    token_ids = checkpoints.prompts("v2lite")[1]
+    wanted = Reference.open(path).logits(token_ids)
+    assert np.abs(harness.logits(path, [[(0, token_ids)]], "reference")[0] - wanted).max() <= TOLERANCE
