@@ -66,7 +66,6 @@ class Weights:
         """
         info = self._infos[name]
         scheme = SAFETENSORS_SCHEMES.get(info.dtype, info.dtype.lower())
-        scheme = {"f32": "fp32", "f16": "fp16"}.get(scheme, scheme)
         weight = StoredWeight(scheme, info.shape, self._read(info, scheme))
         if not weight.is_finite():
             raise CheckpointError(f"{name} in {info.file.name} holds NaN or infinity; download the file again")

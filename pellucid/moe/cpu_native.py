@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pellucid.quantization.cpu_native import CpuNativeLinear
-from pellucid.quantization.weight import concatenate_rows
+from pellucid.quantization.weight import READABLE_SCHEMES, concatenate_rows
 from pellucid.traits.backend import ANY, BackendTraits, Priority
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ TRAITS = BackendTraits(
     built_in=True,
     devices=frozenset({"cpu"}),
     compute_dtypes=frozenset({"fp32"}),
-    weight_schemes=frozenset({"fp32", "bf16", "fp16", "q4_0", "q4_1", "q8_0"}),
+    weight_schemes=READABLE_SCHEMES,
     weight_groups=ANY,
     needs_compiler="c++",
     batch_invariant=True,

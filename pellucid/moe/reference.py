@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from pellucid.quantization.weight import READABLE_SCHEMES
 from pellucid.traits.backend import ANY, BackendTraits, Priority
 
 if TYPE_CHECKING:
@@ -22,9 +23,7 @@ TRAITS = BackendTraits(
     devices=frozenset({"cpu", "cuda"}),
     sm=ANY,
     compute_dtypes=frozenset({"fp32", "bf16", "fp16"}),
-    weight_schemes=frozenset(
-        {"fp32", "bf16", "fp16", "q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k"}
-    ),
+    weight_schemes=READABLE_SCHEMES,
     weight_groups=ANY,
 )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from pellucid.quantization.weight import READABLE_SCHEMES
 from pellucid.traits.backend import ANY, BackendTraits, Priority
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ TRAITS = BackendTraits(
     built_in=True,
     devices=frozenset({"cpu"}),
     compute_dtypes=frozenset({"fp32"}),
-    weight_schemes=frozenset({"fp32", "bf16", "fp16", "q4_0", "q4_1", "q8_0"}),
+    weight_schemes=READABLE_SCHEMES,
     weight_groups=ANY,
     needs_compiler="c++",
     batch_invariant=True,

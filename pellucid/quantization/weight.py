@@ -17,6 +17,11 @@ if TYPE_CHECKING:
 
 DENSE_SCHEMES = frozenset({"fp32", "bf16", "fp16"})
 
+READABLE_SCHEMES = DENSE_SCHEMES | {
+    "q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k",
+}  # fmt: skip
+"""What `StoredWeight.dequantize` decodes, so what the backends built on it can be given."""
+
 FP16_HEADERS = {"q4_0": (18, 2), "q4_1": (20, 4), "q8_0": (34, 2)}
 """GGUF block types that begin with fp16 scale (and minimum): bytes per block, bytes of the header."""
 

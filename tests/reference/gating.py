@@ -38,8 +38,12 @@ def gate(
     group_rule: str = "none",
     normalize: bool = False,
     scaling: float = 1.0,
+    left_out: float = -np.inf,
 ) -> Routing:
-    """Routing of router logits [tokens, experts]. `group_rule` is none, max or top2_sum; ties go to the lower id."""
+    """Routing of router logits [tokens, experts]. `group_rule` is none, max or top2_sum; ties go to the lower id.
+
+    `left_out` is what experts of groups that are not kept score; anything but -inf is an error, made on purpose.
+    """
     tokens, experts = logits.shape
     scores = _sigmoid(logits) if scoring == "sigmoid" else _softmax(logits)
     choice = scores.copy() if bias is None else scores + bias
@@ -51,7 +55,7 @@ def gate(
         order = np.argsort(-rank, axis=-1, kind="stable")
         margin = _gap(np.take_along_axis(rank, order, -1), topk_groups, margin)
         for token in range(tokens):
-            grouped[token, order[token, topk_groups:]] = -np.inf
+            grouped[token, order[token, topk_groups:]] = left_out
     order = np.argsort(-choice, axis=-1, kind="stable")
     margin = _gap(np.take_along_axis(choice, order, -1), top_k, margin)
     taken = order[:, :top_k]
