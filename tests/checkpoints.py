@@ -2,21 +2,21 @@
 
 A shape is a config.json as its publishers spell it, accepted by transformers, with the dimensions shrunk and the
 parts that go wrong kept: YaRN's ramp lies inside the rotated width, prompts are longer than the original context,
-norms are far from 1, latents and embeddings are small enough that an eps matters, biases move the router's choice.
+the weights (`random_weights`) leave no part without a say.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
+
+from tests.random_weights import RandomWeights, Tensors
 
 Config = dict[str, Any]
-Tensors = dict[str, npt.NDArray[np.float32]]
 
 _COMMON: Config = {
     "vocab_size": 320,
@@ -168,9 +168,7 @@ CONFIGS: Mapping[str, Config] = {
     "v3-mtp": _deepseek_v3(**{**_V3, "num_nextn_predict_layers": 1}),
     "kimi": _deepseek_v3(**_KIMI, rope_scaling=_yarn(1.0, 64.0, 1.0, 1.0)),
     "kimi25": _kimi_k25(),
-    "moonlight": _deepseek_v3(
-        q_lora_rank=None, routed_scaling_factor=2.446, rms_norm_eps=1e-5, n_shared_experts=2
-    ),
+    "moonlight": _deepseek_v3(q_lora_rank=None, routed_scaling_factor=2.446, rms_norm_eps=1e-5, n_shared_experts=2),
     "glm-flash": _glm_flash(),
     "odd-mla": _deepseek_v3(**{**_V3, **_ODD}),
     "unequal-mscale": _deepseek_v3(
@@ -178,7 +176,9 @@ CONFIGS: Mapping[str, Config] = {
     ),
     "llama": _shape("llama", "LlamaForCausalLM", _GQA, rope_theta=500000.0, rope_scaling=_LLAMA3_ROPE),
     "llama2": _shape("llama", "LlamaForCausalLM", rope_theta=10000.0, rms_norm_eps=1e-5),
-    "llama-linear": _shape("llama", "LlamaForCausalLM", _GQA, rope_scaling={"type": "linear", "factor": 4.0}),
+    "llama-linear": _shape(
+        "llama", "LlamaForCausalLM", _GQA, rope_scaling={"type": "linear", "factor": 4.0}, tie_word_embeddings=True
+    ),
     "mistral": _shape("mistral", "MistralForCausalLM", _GQA, head_dim=40, sliding_window=None, rms_norm_eps=1e-5),
     "qwen2": _shape(
         "qwen2", "Qwen2ForCausalLM", _GQA, tie_word_embeddings=True, use_sliding_window=False, sliding_window=4096
@@ -230,7 +230,7 @@ def prompts(name: str) -> dict[int, list[int]]:
 def tensors_of(name: str) -> Tensors:
     """The tensors of a shape in fp32, by the names its publishers use. The same values at every call."""
     config = text_config(CONFIGS[name])
-    draw = _Draw(np.random.default_rng([SEED, *name.encode()]), config)
+    draw = RandomWeights(np.random.default_rng([SEED, *name.encode()]), config)
     tensors = dict(draw.model())
     if config.get("num_nextn_predict_layers"):
         tensors.update(draw.mtp_layer(tensors))
@@ -238,124 +238,6 @@ def tensors_of(name: str) -> Tensors:
         tensors = {f"language_model.{key}": values for key, values in tensors.items()}
         tensors.update(draw.vision())
     return tensors
-
-
-class _Draw:
-    """Random weights, scaled so that logits are of order 1 to 10 and every part has a say in them."""
-
-    def __init__(self, rng: np.random.Generator, config: Config) -> None:
-        self.rng, self.config = rng, config
-        self.hidden: int = config["hidden_size"]
-
-    def matrix(self, rows: int, columns: int, gain: float = 1.5) -> npt.NDArray[np.float32]:
-        return (self.rng.standard_normal((rows, columns)) * gain / columns**0.5).astype(np.float32)
-
-    def vector(self, size: int, mean: float, deviation: float = 0.3) -> npt.NDArray[np.float32]:
-        return (mean + deviation * self.rng.standard_normal(size)).astype(np.float32)
-
-    def model(self) -> Iterator[tuple[str, npt.NDArray[np.float32]]]:
-        c = self.config
-        tied = c["tie_word_embeddings"]
-        yield "model.embed_tokens.weight", self.matrix(c["vocab_size"], self.hidden, 2.0 if tied else 0.3)
-        for layer in range(c["num_hidden_layers"]):
-            for name, values in self.layer(moe=_is_moe(c, layer)):
-                yield f"model.layers.{layer}.{name}", values
-        yield "model.norm.weight", self.vector(self.hidden, 1.0)
-        if not tied:
-            yield "lm_head.weight", self.matrix(c["vocab_size"], self.hidden)
-
-    def layer(self, moe: bool) -> Iterator[tuple[str, npt.NDArray[np.float32]]]:
-        yield "input_layernorm.weight", self.vector(self.hidden, 1.0)
-        yield "post_attention_layernorm.weight", self.vector(self.hidden, 1.0)
-        attention = self.mla() if "kv_lora_rank" in self.config else self.gqa()
-        for name, values in attention:
-            yield f"self_attn.{name}", values
-        for name, values in self.moe() if moe else self.mlp(self.config["intermediate_size"]):
-            yield f"mlp.{name}", values
-
-    def gqa(self) -> Iterator[tuple[str, npt.NDArray[np.float32]]]:
-        c = self.config
-        head_dim = c.get("head_dim") or self.hidden // c["num_attention_heads"]
-        width, kv_width = c["num_attention_heads"] * head_dim, c["num_key_value_heads"] * head_dim
-        for name, rows in (("q_proj", width), ("k_proj", kv_width), ("v_proj", kv_width)):
-            yield f"{name}.weight", self.matrix(rows, self.hidden)
-            if c["attention_bias"] or c["model_type"] == "qwen2":
-                yield f"{name}.bias", self.vector(rows, 0.0)
-        yield "o_proj.weight", self.matrix(self.hidden, width)
-        if c["attention_bias"]:
-            yield "o_proj.bias", self.vector(self.hidden, 0.0)
-        if c["model_type"].startswith("qwen3"):
-            yield "q_norm.weight", self.vector(head_dim, 1.0)
-            yield "k_norm.weight", self.vector(head_dim, 1.0)
-
-    def mla(self) -> Iterator[tuple[str, npt.NDArray[np.float32]]]:
-        c = self.config
-        heads, rank, low, rope = (
-            c[key] for key in ("num_attention_heads", "kv_lora_rank", "q_lora_rank", "qk_rope_head_dim")
-        )
-        width = heads * (c["qk_nope_head_dim"] + rope)
-        if low is None:
-            yield "q_proj.weight", self.matrix(width, self.hidden)
-        else:
-            yield "q_a_proj.weight", self.matrix(low, self.hidden, 0.02)
-            yield "q_a_layernorm.weight", self.vector(low, 1.0)
-            yield "q_b_proj.weight", self.matrix(width, low)
-        latent, k_rope = self.matrix(rank, self.hidden, 0.02), self.matrix(rope, self.hidden)
-        yield "kv_a_proj_with_mqa.weight", np.concatenate([latent, k_rope])
-        yield "kv_a_layernorm.weight", self.vector(rank, 1.0)
-        yield "kv_b_proj.weight", self.matrix(heads * (c["qk_nope_head_dim"] + c["v_head_dim"]), rank)
-        yield "o_proj.weight", self.matrix(self.hidden, heads * c["v_head_dim"])
-        if c["attention_bias"]:
-            yield "q_a_proj.bias", self.vector(low, 0.0, 0.01)
-            yield "kv_a_proj_with_mqa.bias", self.vector(rank + rope, 0.0, 0.01)
-            yield "o_proj.bias", self.vector(self.hidden, 0.0)
-
-    def mlp(self, width: int, prefix: str = "") -> Iterator[tuple[str, npt.NDArray[np.float32]]]:
-        for name, rows, columns in (
-            ("gate_proj", width, self.hidden), ("up_proj", width, self.hidden), ("down_proj", self.hidden, width)
-        ):  # fmt: skip
-            yield f"{prefix}{name}.weight", self.matrix(rows, columns)
-            if self.config.get("mlp_bias"):
-                yield f"{prefix}{name}.bias", self.vector(rows, 0.0)
-
-    def moe(self) -> Iterator[tuple[str, npt.NDArray[np.float32]]]:
-        c = self.config
-        experts, width = c.get("n_routed_experts") or c["num_experts"], c["moe_intermediate_size"]
-        yield "gate.weight", self.matrix(experts, self.hidden)
-        if c["model_type"] not in ("deepseek_v2", "qwen3_moe"):
-            # With groups, many biased scores are negative: a left-out group must score -inf, not 0.
-            yield "gate.e_score_correction_bias", self.vector(experts, -0.6 if c["n_group"] > 1 else 0.0)
-        for expert in range(experts):
-            yield from self.mlp(width, f"experts.{expert}.")
-        if c.get("n_shared_experts"):
-            yield from self.mlp(width * c["n_shared_experts"], "shared_experts.")
-
-    def mtp_layer(self, tensors: Tensors) -> Tensors:
-        """Stored after the last layer in DeepSeek-V3's files, for speculation; the decoder must pass it over."""
-        prefix = f"model.layers.{self.config['num_hidden_layers']}."
-        extra = {prefix + name: values for name, values in self.layer(moe=True)}
-        for norm in ("enorm", "hnorm", "shared_head.norm"):
-            extra[f"{prefix}{norm}.weight"] = self.vector(self.hidden, 1.0)
-        extra[prefix + "eh_proj.weight"] = self.matrix(self.hidden, 2 * self.hidden)
-        extra[prefix + "embed_tokens.weight"] = tensors["model.embed_tokens.weight"].copy()
-        extra[prefix + "shared_head.head.weight"] = tensors["lm_head.weight"].copy()
-        return extra
-
-    def vision(self) -> Tensors:
-        return {
-            "vision_tower.patch_embed.proj.weight": self.matrix(32, 3 * 14 * 14).reshape(32, 3, 14, 14),
-            "vision_tower.encoder.blocks.0.wqkv.weight": self.matrix(96, 32),
-            "vision_tower.encoder.final_layernorm.weight": self.vector(32, 1.0),
-            "mm_projector.proj.0.weight": self.matrix(128, 128),
-        }
-
-
-def _is_moe(config: Config, layer: int) -> bool:
-    if "mlp_layer_types" in config:
-        return bool(config["mlp_layer_types"][layer] == "sparse")
-    if "n_routed_experts" in config:
-        return bool(layer >= config["first_k_dense_replace"] and layer % config["moe_layer_freq"] == 0)
-    return "num_experts" in config and layer not in config["mlp_only_layers"]
 
 
 def write(name: str, directory: Path) -> Path:
@@ -373,7 +255,7 @@ def write_every_other_layer_moe(directory: Path) -> Path:
 
     config = {**CONFIGS["v2lite"], "moe_layer_freq": 2}
     _write_config(config, directory)
-    tensors = dict(_Draw(np.random.default_rng(SEED), config).model())
+    tensors = dict(RandomWeights(np.random.default_rng(SEED), config).model())
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
     return directory
 

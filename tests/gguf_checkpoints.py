@@ -11,14 +11,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import numpy.typing as npt
 
-from tests.checkpoints import CONFIGS, Tensors, tensors_of, text_config
+from tests.checkpoints import CONFIGS, tensors_of, text_config
+from tests.random_weights import Array, Tensors
 
 if TYPE_CHECKING:
     import gguf
-
-Matrix = npt.NDArray[np.float32]
 
 _BLOCK_NAMES = {
     "input_layernorm": "attn_norm",
@@ -41,13 +39,15 @@ _BLOCK_NAMES = {
     "mlp.shared_experts.up_proj": "ffn_up_shexp",
     "mlp.shared_experts.down_proj": "ffn_down_shexp",
 }
+_MIX = {"attn_v": "Q8_0", "attn_kv_a_mqa": "Q8_0", "ffn_up": "Q4_0", "ffn_up_exps": "Q4_0", "ffn_down_exps": "Q8_0"}
 _OUTER_NAMES = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 
 
 def write_gguf(name: str, file: Path, quantization: str = "F32", split_kv_b: bool = True) -> Tensors:
     """Writes shape `name`; returns what the file holds, dequantized and back under Hugging Face names.
 
-    `quantization` is F32 or Q8_0; with the latter, matrices whose rows are not whole blocks are stored as F16.
+    `quantization` is a GGUF type, or "mixed" for several types in one layer, as the published mixes have. Matrices
+    whose rows are not whole blocks are then stored as F16; vectors and the router stay F32.
     """
     import gguf
 
@@ -57,6 +57,9 @@ def write_gguf(name: str, file: Path, quantization: str = "F32", split_kv_b: boo
     _write_common_keys(writer, config)
     if mla:
         _write_deepseek_keys(writer, config, split_kv_b)
+    elif (config.get("rope_scaling") or {}).get("type") == "linear":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+        writer.add_rope_scaling_factor(config["rope_scaling"]["factor"])
     stored = _Stored(writer, quantization)
     held = _add_tensors(stored, config, tensors_of(name), split_kv_b)
     if (config.get("rope_scaling") or {}).get("rope_type") == "llama3":
@@ -74,7 +77,7 @@ class _Stored:
     def __init__(self, writer: gguf.GGUFWriter, quantization: str) -> None:
         self.writer, self.quantization = writer, quantization
 
-    def add(self, name: str, values: Matrix) -> Matrix:
+    def add(self, name: str, values: Array) -> Array:
         import gguf
 
         values = np.ascontiguousarray(values)
@@ -85,7 +88,8 @@ class _Stored:
             half = values.astype(np.float16)
             self.writer.add_tensor(name, half)
             return half.astype(np.float32)
-        kind = gguf.GGMLQuantizationType[self.quantization]
+        mixed = _MIX.get(name.split(".")[-2], "Q4_1")
+        kind = gguf.GGMLQuantizationType[mixed if self.quantization == "mixed" else self.quantization]
         blocks = gguf.quantize(values, kind)
         self.writer.add_tensor(name, blocks, raw_dtype=kind)
         return gguf.dequantize(blocks, kind).reshape(values.shape)
@@ -107,7 +111,9 @@ def _add_tensors(stored: _Stored, config: dict[str, Any], tensors: Tensors, spli
             held[key] = _add_split_kv_b(stored, layer, values, config)
         elif inside in ("self_attn.q_proj", "self_attn.k_proj") and "kv_lora_rank" not in config:
             heads = config["num_attention_heads" if "q_proj" in inside else "num_key_value_heads"]
-            held[key] = unpermuted(stored.add(f"blk.{layer}.{_BLOCK_NAMES[inside]}.{kind}", permuted(values, heads)), heads)
+            held[key] = unpermuted(
+                stored.add(f"blk.{layer}.{_BLOCK_NAMES[inside]}.{kind}", permuted(values, heads)), heads
+            )
         else:
             held[key] = stored.add(f"blk.{layer}.{_BLOCK_NAMES[inside]}.{kind}", values)
     for layer in range(config["num_hidden_layers"]):
@@ -121,16 +127,16 @@ def _add_tensors(stored: _Stored, config: dict[str, Any], tensors: Tensors, spli
     return held
 
 
-def permuted(weight: Matrix, heads: int) -> Matrix:
+def permuted(weight: Array, heads: int) -> Array:
     """Rows (i, i + d/2) of each head become neighbours (2i, 2i + 1)."""
     return weight.reshape(heads, 2, -1, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
 
 
-def unpermuted(weight: Matrix, heads: int) -> Matrix:
+def unpermuted(weight: Array, heads: int) -> Array:
     return weight.reshape(heads, -1, 2, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
 
 
-def _add_split_kv_b(stored: _Stored, layer: str, kv_b: Matrix, config: dict[str, Any]) -> Matrix:
+def _add_split_kv_b(stored: _Stored, layer: str, kv_b: Array, config: dict[str, Any]) -> Array:
     """attn_k_b [heads, rank, nope] (transposed) and attn_v_b [heads, v, rank]; returns kv_b_proj as stored."""
     per_head = kv_b.reshape(config["num_attention_heads"], -1, config["kv_lora_rank"])
     nope = config["qk_nope_head_dim"]
@@ -200,7 +206,7 @@ def _write_deepseek_keys(writer: gguf.GGUFWriter, config: dict[str, Any], split_
         writer.add_rope_scaling_yarn_log_mul(0.1 * scaling["mscale_all_dim"])
 
 
-def _llama3_divisors(config: dict[str, Any]) -> Matrix:
+def _llama3_divisors(config: dict[str, Any]) -> Array:
     """What each frequency is divided by, which GGUF stores instead of the scaling's keys."""
     scaling = config["rope_scaling"]
     dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]

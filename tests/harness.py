@@ -46,6 +46,8 @@ PAD: Entry = (-1, (0,))
 POISON = 1000.0
 """What every row of the pool holds before it is written: reading beyond a context ruins the logits."""
 
+MAX_POSITION = 256
+
 BACKENDS = ("reference", "reference-expanded", "cpu_native")
 
 
@@ -54,8 +56,8 @@ def cpu_library() -> CpuLibrary:
     return CpuLibrary()
 
 
-def layer_backends(backend: str) -> LayerBackends:
-    """The fp32 CPU layers of one of `BACKENDS`."""
+def layer_backends(backend: str, dtype: torch.dtype) -> LayerBackends:
+    """The CPU layers of one of `BACKENDS`; `cpu_native` knows fp32 alone."""
     import torch
 
     if backend == "cpu_native":
@@ -64,8 +66,8 @@ def layer_backends(backend: str) -> LayerBackends:
     cpu = torch.device("cpu")
     return LayerBackends(
         TorchOps(),
-        ReferenceLinear(torch.float32, cpu),
-        ReferenceMoE(torch.float32, cpu),
+        ReferenceLinear(dtype, cpu),
+        ReferenceMoE(dtype, cpu),
         expands_latent=backend == "reference-expanded",
     )
 
@@ -76,10 +78,13 @@ def attention_backend(backend: str) -> AttentionBackend:
     return ReferenceAttention(expands_latent=backend == "reference-expanded")
 
 
-def load(path: Path, backend: str, max_position: int = 256) -> Decoder:
-    """The decoder of a checkpoint (a directory or a .gguf file)."""
+def load(path: Path, backend: str, dtype: str = "float32") -> Decoder:
+    """The decoder of a checkpoint (a directory or a .gguf file), computing in `dtype` (a torch name)."""
+    import torch
+
     checkpoint = Checkpoint.open(path)
-    return load_decoder(checkpoint.report().traits, checkpoint.tensors, layer_backends(backend), max_position)
+    backends = layer_backends(backend, getattr(torch, dtype))
+    return load_decoder(checkpoint.report().traits, checkpoint.tensors, backends, MAX_POSITION)
 
 
 def logits(path: Path, steps: Iterable[Step], backend: str, page_size: int = 64) -> dict[int, Array]:
@@ -106,7 +111,12 @@ class Session:
         traits = self.decoder.traits
         self.num_pages = self.num_pages or 640 // self.page_size + 8
         self.pool = KVPool(
-            traits.attention, traits.num_layers, self.num_pages, self.page_size, torch.float32, torch.device("cpu")
+            traits.attention,
+            traits.num_layers,
+            self.num_pages,
+            self.page_size,
+            self.decoder.norm.weight.dtype,
+            torch.device("cpu"),
         )
         for layer in range(traits.num_layers):
             self.pool.keys(layer).fill_(POISON)
@@ -182,9 +192,7 @@ class Session:
         for row, pages in enumerate(tables):
             table[row, : len(pages)] = torch.tensor(pages, dtype=torch.int32)
         sequence = [index for index, span in enumerate(spans) for _ in range(span.start, span.stop)]
-        context = [
-            span.context and span.context - (span.stop - 1 - row) for span in spans for row in range(*span[:2])
-        ]
+        context = [span.context and span.context - (span.stop - 1 - row) for span in spans for row in range(*span[:2])]
         return AttentionMetadata(
             page_table=table,
             sequence=torch.tensor(sequence, dtype=torch.int32),

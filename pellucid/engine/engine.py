@@ -6,9 +6,10 @@ import itertools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pellucid.core import InvalidRequestError, Request, RequestOutput, SamplingParams, check_token_id
+from pellucid.core import InvalidRequestError, PellucidError, Request, RequestOutput, SamplingParams, check_token_id
 from pellucid.engine.output import OutputBuilder, TextDelta
 from pellucid.engine.worker import Worker
 from pellucid.hardware.facts import Hardware
@@ -71,7 +72,7 @@ class Engine:
         stored = stored_bytes(checkpoint.tensors, self.traits.num_layers)
         self.plan: ExecutionPlan = resolve(args, self.traits, hardware or probe(), stored_bytes=stored)
         self.plan.check_startable()
-        self.tokenizer = load_tokenizer(checkpoint)
+        self.tokenizer = load_tokenizer(checkpoint, args.chat_template)
         self.capture_layers = _check_layers(capture_layers, self.traits.num_layers)
         runner = ModelRunner(self.traits, checkpoint.tensors, self.plan, self.capture_layers, on_progress)
         self._worker = Worker(Scheduler(_scheduler_config(self.plan, debug or DebugModes())), runner)
@@ -196,16 +197,24 @@ class _Group:
     builders: list[OutputBuilder]
 
 
-def load_tokenizer(checkpoint: Checkpoint) -> Tokenizer | None:
+def load_tokenizer(checkpoint: Checkpoint, chat_template: str | None = None) -> Tokenizer | None:
     """The checkpoint's tokenizer; None when its directory has none, and prompts must be token ids.
+
+    `chat_template` is a Jinja file that replaces the model's own template.
 
     Raises:
         PellucidError: there is one, but it can't be read.
     """
+    template = None
+    if chat_template is not None:
+        try:
+            template = Path(chat_template).read_text()
+        except OSError as error:
+            raise PellucidError(f"--chat-template {chat_template}: {error.strerror}; give a readable file") from None
     if checkpoint.gguf_metadata is not None:
-        return Tokenizer.from_gguf(checkpoint.gguf_metadata)
+        return Tokenizer.from_gguf(checkpoint.gguf_metadata, template)
     if any((checkpoint.path / name).exists() for name in TOKENIZER_FILES):
-        return Tokenizer.from_directory(checkpoint.path)
+        return Tokenizer.from_directory(checkpoint.path, template)
     return None
 
 
@@ -217,6 +226,7 @@ def _scheduler_config(plan: ExecutionPlan, debug: DebugModes) -> SchedulerConfig
         num_pages=plan.num_kv_pages,
         page_size=plan.page_size,
         enable_prefix_caching=plan.enable_prefix_caching,
+        enable_chunked_prefill=plan.enable_chunked_prefill,
         force_preempt_every=debug.force_preempt_every,
     )
 

@@ -5,6 +5,7 @@ Which request owns which page is `scheduler.page_allocator`'s business; here are
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 from pellucid.traits.model import GQATraits, MLATraits
@@ -30,7 +31,6 @@ class KVPool:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        import torch
 
         self.num_pages, self.page_size = num_pages, page_size
         if attention.kind == "mla":
@@ -38,7 +38,7 @@ class KVPool:
         else:
             self.width, planes = attention.num_kv_heads * attention.head_dim, 2
         shape = (planes, num_pages + 1, page_size, self.width)
-        self._layers = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)]
+        self._layers = [_zeros(shape, dtype, device) for _ in range(num_layers)]
 
     def keys(self, layer: int) -> torch.Tensor:
         """[pages, page_size, width]: K of a GQA layer, or the latent rows of an MLA layer."""
@@ -51,3 +51,14 @@ class KVPool:
     @property
     def nbytes(self) -> int:
         return sum(layer.nbytes for layer in self._layers)
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Zeros. On the CPU their memory is taken page by page as it is written: torch would touch all of it now."""
+    import numpy as np
+    import torch
+
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    nbytes = math.prod(shape) * dtype.itemsize
+    return torch.from_numpy(np.zeros(nbytes, dtype=np.uint8)).view(dtype).view(shape)

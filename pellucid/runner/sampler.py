@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from pellucid.core import Logprob, PellucidError, Request, SamplingParams, TokenLogprobs
+from pellucid.core import InvalidRequestError, Logprob, PellucidError, Request, SamplingParams, TokenLogprobs
 
 if TYPE_CHECKING:
     import torch
@@ -47,8 +47,13 @@ class SamplingState:
             or p.frequency_penalty != 0.0
             or bool(p.logit_bias)
             or p.allowed_token_ids is not None
-            or len(self.output_token_ids) + 1 < p.min_tokens
+            or self.bans_end
         )
+
+    @property
+    def bans_end(self) -> bool:
+        """Whether no token that would end the request may be chosen yet: fewer than `min_tokens` are there."""
+        return len(self.output_token_ids) < self.params.min_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,11 +64,10 @@ class SampledToken:
     logprobs: TokenLogprobs | None
 
 
-def sample(logits: torch.Tensor, states: Sequence[SamplingState]) -> list[SampledToken]:
+def sample(logits: torch.Tensor, states: Sequence[SamplingState]) -> list[SampledToken | PellucidError]:
     """One token per row of logits [rows, vocab], fp32.
 
-    Raises:
-        PellucidError: a row has no finite maximum (NaN in the model's output).
+    A row without a finite maximum gives an error that names its request, so that it costs no other row its token.
     """
     import torch
 
@@ -75,13 +79,14 @@ def sample(logits: torch.Tensor, states: Sequence[SamplingState]) -> list[Sample
         rows = [_rewrite(row, state) if state.rewrites_logits else row for row, state in pairs]
         chosen = [_choose(row, state) for row, state in zip(rows, states, strict=True)]
         best = torch.stack([row.max() for row in rows])
-    if not bool(best.isfinite().all()):
-        bad = states[int((~best.isfinite()).nonzero()[0])].request.request_id
-        raise PellucidError(f"the model's logits for request {bad!r} are not finite; check the weights and the dtype")
-    return [
-        SampledToken(token, None if state.params.logprobs is None else logprobs_of(row, token, state.params.logprobs))
-        for token, row, state in zip(chosen, logits, states, strict=True)
-    ]
+    found: list[SampledToken | PellucidError] = []
+    for token, row, finite, state in zip(chosen, logits, best.isfinite().tolist(), states, strict=True):
+        count = state.params.logprobs
+        if finite:
+            found.append(SampledToken(token, None if count is None else logprobs_of(row, token, count)))
+        else:
+            found.append(_why_not_finite(row, state))
+    return found
 
 
 def logprobs_of(logits: torch.Tensor, token_id: int, count: int) -> TokenLogprobs:
@@ -103,13 +108,31 @@ def uniform(seed: int, position: int) -> float:
     return ((z ^ (z >> 31)) >> 11) / (1 << 53)
 
 
+def _why_not_finite(logits: torch.Tensor, state: SamplingState) -> PellucidError:
+    """The model's fault, or the request's own: its bans and its bias together left no token."""
+    name = state.request.request_id
+    if bool(logits.max().isfinite()):
+        return InvalidRequestError(
+            f"request {name!r} leaves no token to choose from; loosen allowed_token_ids, logit_bias or min_tokens",
+            "allowed_token_ids" if state.params.allowed_token_ids is not None else "logit_bias",
+        )
+    return PellucidError(f"the model's logits for request {name!r} are not finite; check the weights and the dtype")
+
+
 def _rewrite(logits: torch.Tensor, state: SamplingState) -> torch.Tensor:
-    """Penalties, bias and bans, in vLLM's order; a new [vocab] tensor."""
+    """Bans, bias and penalties, in vLLM's order; a new [vocab] tensor."""
     import torch
 
     params = state.params
     logits = logits.clone()
-    if len(state.output_token_ids) + 1 < params.min_tokens:
+    if params.allowed_token_ids is not None:
+        allowed = list(params.allowed_token_ids)
+        kept = torch.full_like(logits, float("-inf"))
+        kept[allowed] = logits[allowed]
+        logits = kept
+    for token_id, bias in params.logit_bias.items():
+        logits[token_id] += bias
+    if state.bans_end:
         eos = () if params.ignore_eos else state.request.eos_token_ids
         logits[list({*eos, *params.stop_token_ids})] = float("-inf")
     if params.repetition_penalty != 1.0:
@@ -121,13 +144,6 @@ def _rewrite(logits: torch.Tensor, state: SamplingState) -> torch.Tensor:
         tokens = torch.tensor(list(state.output_counts), device=logits.device)
         counts = torch.tensor(list(state.output_counts.values()), dtype=logits.dtype, device=logits.device)
         logits[tokens] -= params.presence_penalty + params.frequency_penalty * counts
-    for token_id, bias in params.logit_bias.items():
-        logits[token_id] += bias
-    if params.allowed_token_ids is not None:
-        allowed = list(params.allowed_token_ids)
-        kept = torch.full_like(logits, float("-inf"))
-        kept[allowed] = logits[allowed]
-        logits = kept
     return logits
 
 
@@ -136,8 +152,9 @@ def _choose(logits: torch.Tensor, state: SamplingState) -> int:
     params = state.params
     if params.greedy:
         return int(logits.argmax())
-    # fp64: a cumulative sum over a large vocabulary must not lose the tail.
-    probabilities = (logits.double() / params.temperature).softmax(-1)
+    # fp64: a cumulative sum over a large vocabulary must not lose the tail. The maximum first: no overflow.
+    logits = logits.double()
+    probabilities = ((logits - logits.max()) / params.temperature).softmax(-1)
     if params.min_p > 0:
         probabilities = probabilities.where(probabilities >= params.min_p * probabilities.max(), 0.0)
     point = uniform(state.seed, len(state.output_token_ids))

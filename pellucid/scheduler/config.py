@@ -20,6 +20,8 @@ class SchedulerConfig:
         page_size: tokens in a page.
         prefill_chunk_tokens: most tokens of one sequence's prefill in one step, so that a long prompt leaves budget
             to the prompts behind it. None: only the budget of the step bounds it.
+        enable_chunked_prefill: when False, a prompt waits until a step has room for all of it; such a step must
+            exist, so `max_num_batched_tokens` is then at least `max_model_len`.
         namespace: names what changes the KV besides tokens and salt (model, adapter); part of the prefix cache's key.
         force_preempt_every: debug mode that preempts the newest running sequence in every n-th step.
 
@@ -33,6 +35,7 @@ class SchedulerConfig:
     num_pages: int
     page_size: int = 64
     prefill_chunk_tokens: int | None = None
+    enable_chunked_prefill: bool = True
     enable_prefix_caching: bool = True
     namespace: str = ""
     force_preempt_every: int | None = None
@@ -53,6 +56,12 @@ class SchedulerConfig:
             raise PlanError(
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) is below max_num_seqs ({self.max_num_seqs}):"
                 " a step has no room for a token of every running sequence; raise the first or lower the second"
+            )
+
+        if not self.enable_chunked_prefill and self.max_num_batched_tokens < self.max_model_len:
+            raise PlanError(
+                f"without chunked prefill max_num_batched_tokens ({self.max_num_batched_tokens}) must hold a whole"
+                f" prompt of max_model_len ({self.max_model_len}) tokens; raise the first or lower the second"
             )
 
     @property

@@ -188,7 +188,7 @@ class Scheduler:
             if budget and not sequence.is_decode:
                 prefill.append((sequence, self._chunk(sequence, budget)))
                 budget -= prefill[-1][1]
-        while budget and may_admit and (admitted := self._admit_head()) is not None:
+        while budget and may_admit and (admitted := self._admit_head(budget)) is not None:
             prefill.append((admitted, self._chunk(admitted, budget)))
             budget -= prefill[-1][1]
         return prefill
@@ -196,9 +196,11 @@ class Scheduler:
     def _chunk(self, sequence: Sequence, budget: int) -> int:
         return min(sequence.remaining, budget, self.config.prefill_chunk_tokens or budget)
 
-    def _admit_head(self) -> Sequence | None:
+    def _admit_head(self, budget: int) -> Sequence | None:
         """Move the head of the waiting line to running, if there is a slot and pages for it."""
         if not self._waiting or len(self._running) >= self.config.max_num_seqs:
+            return None
+        if not self.config.enable_chunked_prefill and len(self._waiting[0].token_ids) > budget:
             return None
         # A page in hand for each running sequence, or the next page boundary would preempt what is admitted here.
         sequence = self._waiting[0]

@@ -44,6 +44,7 @@ class EngineArgs:
 
     model: str
     served_model_name: str | None = _flag(str, "Name of the model in the API; its path when not given.")
+    chat_template: str | None = _flag(str, "Jinja file to use instead of the model's own chat template.")
     device: str | None = _flag(str, "Where to run.", "cpu", "cuda")
     dtype: str | None = _flag(str, "Type of the arithmetic: bfloat16, float16 or float32.")
     kv_cache_dtype: str | None = _flag(str, "Type of the KV cache: as --dtype, or fp8.")

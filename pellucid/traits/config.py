@@ -142,7 +142,7 @@ def _read_model(keys: ConfigKeys, tensors: TextTensors | None, rules: Quantizati
         ),
         dtype=dtype,
         mtp_layers=_mtp_layers(keys, tensors, num_layers),
-        bos_token_id=_token_ids(keys, "bos_token_id", vocab_size)[:1][0] if keys.has("bos_token_id") else None,
+        bos_token_id=next(iter(_token_ids(keys, "bos_token_id", vocab_size)), None),
         eos_token_ids=_token_ids(keys, "eos_token_id", vocab_size),
     )
 
@@ -177,6 +177,8 @@ def _tied(keys: ConfigKeys, tensors: TextTensors | None) -> bool:
     given = keys.flag("tie_word_embeddings")
     stored = None if tensors is None else "lm_head" in tensors.modules
     if given is None:
+        if stored is None:
+            keys.findings.note("tie_word_embeddings is not given: not tied")
         return stored is False
     if stored is True and given:
         keys.findings.note("lm_head is stored although tie_word_embeddings is true: the embedding is used")

@@ -27,7 +27,6 @@ _WRAPPER_KEYS = ("text_config", "llm_config", "language_config")
 # Keys that change training, generation defaults or bookkeeping, never what a forward pass computes.
 _IGNORABLE = (
     "_*",
-    "*_aux_loss*",
     "*aux_loss*",
     "*dropout*",
     "*_loss_*",
@@ -136,9 +135,8 @@ class ConfigKeys:
         first = present[0]
         for other in present[1:]:
             if self.values[other] != self.values[first]:
-                self.findings.conflict(
-                    f"{first} = {self.values[first]!r} but {other} = {self.values[other]!r}: {first} is followed"
-                )
+                one, two = shown(self.values[first]), shown(self.values[other])
+                self.findings.conflict(f"{first} = {one} but {other} = {two}: {first} is followed")
         return first, self.values[first]
 
     def value(self, *names: str) -> Any:
@@ -170,7 +168,7 @@ class ConfigKeys:
         if found is None:
             return None
         if not isinstance(found[1], bool):
-            raise CheckpointError(f"config key '{found[0]}' is {found[1]!r}, not true or false: {REMEDY}")
+            raise CheckpointError(f"config key '{found[0]}' is {shown(found[1])}, not true or false: {REMEDY}")
         return found[1]
 
     def text(self, *names: str) -> str | None:
@@ -178,7 +176,7 @@ class ConfigKeys:
         if found is None:
             return None
         if not isinstance(found[1], str):
-            raise CheckpointError(f"config key '{found[0]}' is {found[1]!r}, not a string: {REMEDY}")
+            raise CheckpointError(f"config key '{found[0]}' is {shown(found[1])}, not a string: {REMEDY}")
         return found[1]
 
     def mapping(self, *names: str) -> Mapping[str, Any] | None:
@@ -186,7 +184,7 @@ class ConfigKeys:
         if found is None:
             return None
         if not isinstance(found[1], Mapping):
-            raise CheckpointError(f"config key '{found[0]}' is {found[1]!r}, not a JSON object: {REMEDY}")
+            raise CheckpointError(f"config key '{found[0]}' is {shown(found[1])}, not a JSON object: {REMEDY}")
         return found[1]
 
     def sequence(self, *names: str) -> list[Any] | None:
@@ -194,7 +192,7 @@ class ConfigKeys:
         if found is None:
             return None
         if not isinstance(found[1], list | tuple):
-            raise CheckpointError(f"config key '{found[0]}' is {found[1]!r}, not a list: {REMEDY}")
+            raise CheckpointError(f"config key '{found[0]}' is {shown(found[1])}, not a list: {REMEDY}")
         return list(found[1])
 
     def unread(self) -> list[str]:
@@ -213,7 +211,7 @@ def checked_integer(value: Any, name: str, low: int = 0) -> int:
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= _LARGEST:
-        raise CheckpointError(f"config key '{name}' is {value!r}, not a whole number of at least {low}: {REMEDY}")
+        raise CheckpointError(f"config key '{name}' is {shown(value)}, not a whole number of at least {low}: {REMEDY}")
     return value
 
 
@@ -222,8 +220,14 @@ def checked_number(value: Any, name: str, low: float = -math.inf) -> float:
     usable = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
     if not usable or value < low:
         bound = "" if low == -math.inf else f" of at least {low:g}"
-        raise CheckpointError(f"config key '{name}' is {value!r}, not a finite number{bound}: {REMEDY}")
+        raise CheckpointError(f"config key '{name}' is {shown(value)}, not a finite number{bound}: {REMEDY}")
     return float(value)
+
+
+def shown(value: Any) -> str:
+    """A value as a message shows it: its repr, cut where it would fill the line."""
+    text = repr(value) if not isinstance(value, int) or abs(value) < 10**30 else "a number of many digits"
+    return text if len(text) <= 60 else text[:57] + "..."
 
 
 def _absent(names: tuple[str, ...]) -> str:

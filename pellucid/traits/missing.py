@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pellucid.traits.findings import Findings
-from pellucid.traits.keys import ConfigKeys
+from pellucid.traits.keys import ConfigKeys, shown
 from pellucid.traits.quantization import module_class
 from pellucid.traits.tensors import TextTensors
 
@@ -119,7 +119,6 @@ _TENSOR_SIGNS = (
 
 _LAYER_TYPES = {
     "indexed_attention": SPARSE_INDEXER,
-    "deepseek_sparse_attention": SPARSE_INDEXER,
     "linear_attention": LINEAR_ATTENTION,
     "kda": LINEAR_ATTENTION,
     "mamba": STATE_SPACE,
@@ -153,11 +152,11 @@ def find_missing_in_config(keys: ConfigKeys, findings: Findings, *, has_tensors:
         for key in sign.keys:
             value = keys.value(key)
             if value is not None and sign.active(value):
-                findings.miss(sign.trait, f"{key} = {_short(value)}")
+                findings.miss(sign.trait, f"{key} = {shown(value)}")
     for key in _ACTIVATION_KEYS:
         activation = keys.value(key)
         if activation is not None and activation not in ("silu", "swish", "swiglu"):
-            findings.miss(f"activation '{activation}'", f"{key} = {_short(activation)}")
+            findings.miss(f"activation '{activation}'", f"{key} = {shown(activation)}")
     _find_layer_kinds(keys, findings)
     _find_norm(keys, findings)
     if not has_tensors:
@@ -230,8 +229,3 @@ def _is_read(name: str) -> bool:
         return True
     module = name.rpartition(".")[0]
     return module in _READ_NAMES or module_class(f"model.layers.0.{module}") in _READ_CLASSES
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."

@@ -1,7 +1,7 @@
 """What a model *is*, as plain frozen values. Read by selection, scheduling, loading and the decoder.
 
 Nothing here knows an architecture's name: two checkpoints with equal traits get equal plans whatever
-they are called. Values come from `traits.config` (config.json) and `traits.checkpoint` (tensor headers).
+they are called. Values come from `traits.config`, which reads config.json and tensor headers.
 """
 
 from __future__ import annotations

@@ -93,12 +93,14 @@ class NamePatterns:
         self.syntax = syntax
         self._names = frozenset(canonical_name(pattern) for pattern in self.patterns if self._is_name(pattern))
         self._wild = {pattern: self._compiled(pattern) for pattern in self.patterns if not self._is_name(pattern)}
-        self._any_wild = re.compile("|".join(f"(?:{expression.pattern})" for expression in self._wild.values()))
+        self._tried = tuple(self._wild.values())
+        if syntax == "modelopt" and self._wild:  # Hundreds of wildcards, safe to join; a user's flags would not be.
+            self._tried = (re.compile("|".join(expression.pattern for expression in self._tried)),)
 
     def matches(self, module: str) -> bool:
         if not self._names.isdisjoint(self._parts(module)):
             return True
-        return bool(self._wild) and any(self._any_wild.match(name) for name in _spellings(module))
+        return any(expression.match(name) for expression in self._tried for name in _spellings(module))
 
     def unmatched(self, modules: Collection[str]) -> tuple[str, ...]:
         """The patterns that match none of `modules`. Of each layer's experts, wildcards see the first."""

@@ -28,7 +28,9 @@ def tensor(name: str, dimensions: list[int], code: int = 0, offset: int = 0) -> 
     return text(name) + sizes + struct.pack("<IQ", code, offset)
 
 
-def raw(*parts: bytes, keys: int = 0, tensors: int = 0, version: int = 3, data: int = 32, magic: bytes = b"GGUF") -> bytes:
+def raw(
+    *parts: bytes, keys: int = 0, tensors: int = 0, version: int = 3, data: int = 32, magic: bytes = b"GGUF"
+) -> bytes:
     head = magic + struct.pack("<IQQ", version, tensors, keys) + b"".join(parts)
     return head + bytes(-len(head) % 32) + bytes(data)
 
@@ -120,7 +122,12 @@ def test_a_large_vocabulary_is_read_in_a_fraction_of_a_second(tmp_path: Path) ->
 def test_smollm2_has_the_traits_that_its_authors_publish(smollm2_path: Path) -> None:
     checkpoint = Checkpoint.open(smollm2_path)
     traits = checkpoint.report().traits
-    assert (traits.hidden_size, traits.num_layers, traits.vocab_size, traits.intermediate_size) == (576, 30, 49152, 1536)
+    assert (traits.hidden_size, traits.num_layers, traits.vocab_size, traits.intermediate_size) == (
+        576,
+        30,
+        49152,
+        1536,
+    )
     attention = traits.attention
     assert (attention.kind, attention.num_heads, attention.kv_heads_in_cache) == ("gqa", 9, 3)
     assert (attention.rope.theta, attention.rope.interleaved, traits.norm_eps) == (100000.0, True, 1e-5)

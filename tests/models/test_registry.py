@@ -94,9 +94,7 @@ def test_files_older_than_the_mla_keys_are_read(tmp_path: Path) -> None:
     del metadata["attention.key_length_mla"], metadata["attention.value_length_mla"], metadata["expert_gating_func"]
     metadata["attention.key_length"] = config["qk_nope_head_dim"] + config["qk_rope_head_dim"]
     metadata["attention.value_length"] = config["v_head_dim"]
-    path = write_gguf(
-        tmp_path / "old.gguf", "deepseek2", metadata, stacked_experts(checkpoints.tensors_of("v2lite"))
-    )
+    path = write_gguf(tmp_path / "old.gguf", "deepseek2", metadata, stacked_experts(checkpoints.tensors_of("v2lite")))
     assert comparable(Checkpoint.open(path).report().traits) == comparable(original("v2lite"))
 
 

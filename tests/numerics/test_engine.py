@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -27,7 +29,7 @@ def _full(prompts: Prompts) -> tuple[int, list[harness.Step]]:
 def _chunked(prompts: Prompts) -> tuple[int, list[harness.Step]]:
     """Odd sizes over pages of 16, so that chunks begin and end inside pages, on their bounds, and span several."""
     bounds = np.cumsum([0, 7, 9, 1, 32, 3, 61, 37])
-    return 16, [[(0, prompts[0][start:stop])] for start, stop in zip(bounds, bounds[1:], strict=False)]
+    return 16, [[(0, prompts[0][start:stop])] for start, stop in pairwise(bounds)]
 
 
 def _decode(prompts: Prompts) -> tuple[int, list[harness.Step]]:
@@ -131,3 +133,35 @@ def test_moe_layers_may_alternate_with_dense_ones(tmp_path: Path) -> None:
     token_ids = checkpoints.prompts("v2lite")[1]
     wanted = Reference.open(path).logits(token_ids)
     assert np.abs(harness.logits(path, [[(0, token_ids)]], "reference")[0] - wanted).max() <= TOLERANCE
+
+
+@pytest.mark.parametrize("backend", ["reference", "reference-expanded"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("name", ["v3", "unequal-mscale", "llama", "qwen2", "qwen3-moe"])
+def test_sixteen_bit_computation_stays_near(name: str, dtype: str, backend: str, tmp_path: Path) -> None:
+    """Half of the positions within 0.5 of logits that spread over +-6; a router may flip at the others."""
+    path = checkpoints.write_sharded(name, tmp_path, dtype)
+    token_ids = checkpoints.prompts(name)[0]
+    session = harness.Session(harness.load(path, backend, dtype), harness.attention_backend(backend), 16)
+    found = session.run([[(0, token_ids[:100])], [(0, token_ids[100:])]])
+    worst = np.abs(found[0] - Reference.open(path).logits(token_ids)).max(-1)
+    assert np.median(worst) < (0.5 if dtype == "bfloat16" else 0.1)
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpu_native"])
+def test_only_the_wanted_rows_and_captured_layers_come_back(
+    backend: str, decoder: Callable[[str, str], Decoder], checkpoint: Callable[[str], Path]
+) -> None:
+    import torch
+
+    token_ids, wanted = checkpoints.prompts("v3")[1], [0, 7, 60]
+    session = harness.Session(decoder("v3", backend), harness.attention_backend(backend))
+    batch = replace(session.batch([[(0, token_ids)]]), logit_rows=torch.tensor(wanted))
+
+    output = session.decoder.forward(batch, capture=(2, 0))
+
+    reference = Reference.open(checkpoint("v3"))
+    np.testing.assert_allclose(output.logits, reference.logits(token_ids)[wanted], rtol=0, atol=TOLERANCE)
+    residuals = reference.residuals(token_ids)
+    for captured, layer in zip(output.hidden, (2, 0), strict=True):
+        np.testing.assert_allclose(captured, residuals[layer], rtol=0, atol=TOLERANCE)

@@ -33,6 +33,18 @@ def test_a_gguf_file_computes_with_the_values_it_stores(
     assert np.abs(found[0] - wanted).max() <= TOLERANCE
 
 
+@pytest.mark.parametrize("backend", ["reference", "cpu_native"])
+@pytest.mark.parametrize("quantization", ["Q4_0", "Q4_1", "mixed"])
+@pytest.mark.parametrize("name", ["llama-linear", "v3"])
+def test_four_bit_files_and_mixed_files_too(name: str, quantization: str, backend: str, tmp_path: Path) -> None:
+    """`llama-linear` is tied: its quantized embedding is the head as well."""
+    file = tmp_path / "model.gguf"
+    held = write_gguf(name, file, quantization)
+    token_ids = checkpoints.prompts(name)[1]
+    wanted = Reference(checkpoints.CONFIGS[name], held).logits(token_ids)
+    assert np.abs(harness.logits(file, [[(0, token_ids)]], backend)[0] - wanted).max() <= TOLERANCE
+
+
 @pytest.mark.parametrize("name", ["kimi", "moonlight"])
 def test_other_yarn_ramps_and_plain_rope_pass_through_gguf(name: str, tmp_path: Path) -> None:
     file = tmp_path / "model.gguf"

@@ -164,9 +164,7 @@ def test_groups_left_out_that_score_zero_are_seen(
     """Biased scores are often negative here, so that a mask of 0 would let experts of other groups in."""
     import torch
 
-    def route(
-        logits: torch.Tensor, traits: MoETraits, bias: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def route(logits: torch.Tensor, traits: MoETraits, bias: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         routing = gate(
             logits.double().numpy(),
             top_k=traits.top_k,

@@ -36,9 +36,7 @@ def test_absorbed_mla_equals_naive_mla(name: str, checkpoint: Callable[[str], Pa
 
 
 @pytest.mark.parametrize("name", checkpoints.CONFIGS)
-def test_logits_are_of_order_one_and_no_routing_decision_is_close(
-    name: str, checkpoint: Callable[[str], Path]
-) -> None:
+def test_logits_are_of_order_one_and_no_routing_decision_is_close(name: str, checkpoint: Callable[[str], Path]) -> None:
     """Or a comparison in fp32 would measure luck: a near tie in the router may fall either way."""
     reference = Reference.open(checkpoint(name))
     largest = [np.abs(reference.logits(token_ids)).max() for token_ids in checkpoints.prompts(name).values()]

@@ -38,7 +38,7 @@ def test_yarn_ramps_where_the_published_models_do(
     np.testing.assert_allclose(ratio[: first + 1], 1.0, rtol=1e-12)
     np.testing.assert_allclose(ratio[last:], factor, rtol=1e-12)
     between = ratio[first + 1 : last]
-    assert ((1 < between) & (between < factor)).all()
+    assert ((between > 1) & (between < factor)).all()
     assert (np.diff(between) > 0).all()
 
 
@@ -82,7 +82,7 @@ def test_frequencies_and_multiplier_equal_those_of_transformers(scaling: dict[st
 
     rope = read_traits(config).traits.attention.rope
 
-    np.testing.assert_allclose(inverse_frequencies(rope).numpy(), wanted.double().numpy(), rtol=1e-6)
+    np.testing.assert_allclose(inverse_frequencies(rope).numpy(), wanted.double().numpy(), rtol=5e-6)
     assert rope.cos_sin_multiplier == pytest.approx(multiplier)
 
 

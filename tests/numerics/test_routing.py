@@ -134,9 +134,9 @@ def test_weights_stay_finite_when_every_score_vanishes() -> None:
 @pytest.mark.parametrize("experts", [8, 12, 16, 72])
 @pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
 def test_a_row_is_routed_alike_whatever_it_is_batched_with(scoring: Scoring, experts: int) -> None:
-    import torch
-
     from dataclasses import replace
+
+    import torch
 
     rng = np.random.default_rng(4)
     logits = torch.from_numpy(rng.standard_normal((67, experts))).float()

@@ -65,7 +65,14 @@ class Reference:
 
     def logits(self, token_ids: Sequence[int]) -> Array:
         """[tokens, vocab] of one sequence from position 0."""
+        tied = bool(self.config.get("tie_word_embeddings"))
+        head = self.weights["model.embed_tokens.weight" if tied else "lm_head.weight"]
+        return self._norm(self.residuals(token_ids)[-1], "model.norm", self.eps) @ head.T
+
+    def residuals(self, token_ids: Sequence[int]) -> list[Array]:
+        """The residual stream [tokens, hidden] after each layer."""
         x = self.weights["model.embed_tokens.weight"][np.asarray(token_ids)]
+        after = []
         for layer in range(self.config["num_hidden_layers"]):
             prefix = f"model.layers.{layer}."
             normed = self._norm(x, prefix + "input_layernorm", self.eps)
@@ -73,9 +80,8 @@ class Reference:
             x = x + attention(normed, prefix + "self_attn.")
             normed = self._norm(x, prefix + "post_attention_layernorm", self.eps)
             x = x + (self._moe if self._is_moe(layer) else self._mlp)(normed, prefix + "mlp.")
-        tied = bool(self.config.get("tie_word_embeddings"))
-        head = self.weights["model.embed_tokens.weight" if tied else "lm_head.weight"]
-        return self._norm(x, "model.norm", self.eps) @ head.T
+            after.append(x)
+        return after
 
     def _norm(self, x: Array, module: str, eps: float) -> Array:
         return x / np.sqrt(np.mean(x**2, axis=-1, keepdims=True) + eps) * self.weights[f"{module}.weight"]

@@ -60,7 +60,7 @@ def test_only_the_routed_experts_of_kimi_k25_are_int4(module: str, tensors: Shap
     ids=["ignored but packed", "quantized but plain", "without the prefix"],
 )
 def test_tensors_at_odds_with_the_config_are_an_error_that_names_both(tensors: Shapes, module: str) -> None:
-    with pytest.raises(CheckpointError, match="is stored as .* but the quantization config says"):
+    with pytest.raises(CheckpointError, match=r"is stored as .* but the quantization config says"):
         weight_format_of(module, K25, index_of(tensors))
 
 
@@ -150,6 +150,13 @@ def test_a_config_says_which_modules_are_quantized_and_how(
     formats = ModuleFormats(config)
     assert formats.of("lm_head") == formats.of("language_model.lm_head")
     assert {module: formats.of(f"model.layers.3.{module}") for module in expected} == expected
+
+
+def test_every_pattern_of_a_list_keeps_its_own_flags_and_groups() -> None:
+    ignore = ["re:.*(o)_pr(?P<x>o)j", "re:(?i).*SELF_ATTN.*q_(?P<x>a)_.*", "re:.*k(v)_b_proj"]
+    formats = ModuleFormats({**K25, "ignore": ignore})
+    for module, expected in {"o_proj": BF16, "q_a_proj": BF16, "kv_b_proj": BF16, "q_b_proj": INT4}.items():
+        assert formats.of(f"{LAYER}.self_attn.{module}") == expected
 
 
 @pytest.mark.parametrize("method", ["fp8", "gptq", "awq"])

@@ -1,0 +1,74 @@
+"""Docs are tested: every `path::symbol` exists, every flag is listed, the README's commands are the Makefile's."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from pathlib import Path
+
+import click
+import pytest
+
+from pellucid.cli.main import COMMANDS, cli
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+SYMBOL = re.compile(r"`(pellucid/[\w/]+)\.py::([\w.]+)`")
+FLAGS_PAGE = ROOT / "docs" / "flags.md"
+
+
+def symbols() -> list[tuple[str, str, str]]:
+    return [(page.name, *match) for page in PAGES for match in SYMBOL.findall(page.read_text())]
+
+
+@pytest.mark.parametrize(("page", "path", "symbol"), symbols())
+def test_symbol_exists(page: str, path: str, symbol: str) -> None:
+    value = importlib.import_module(path.replace("/", "."))
+    for name in symbol.split("."):
+        value = getattr(value, name)
+
+
+def test_there_are_symbols_to_check() -> None:
+    assert len(symbols()) > 30
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_linked_files_exist(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
+        assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def render_flags() -> str:
+    """docs/flags.md, from the commands themselves. `python tests/test_docs.py` writes it."""
+    lines = [
+        "# Every flag of every verb",
+        "",
+        "Made from the commands by `python tests/test_docs.py`; a test compares.",
+        "",
+    ]
+    for verb in sorted(COMMANDS):
+        command = cli.get_command(click.Context(cli), verb)
+        assert command is not None
+        lines += [f"## pellucid {verb}", "", COMMANDS[verb][1], "", "| flag | meaning |", "|---|---|"]
+        for parameter in command.params:
+            if isinstance(parameter, click.Option):
+                names = " / ".join((*parameter.opts, *parameter.secondary_opts))
+                lines.append(f"| `{names}` | {parameter.help} |")
+            else:
+                lines.append(f"| `{parameter.name.upper() if parameter.name else ''}` | argument |")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def test_flags_page_is_current() -> None:
+    assert FLAGS_PAGE.read_text() == render_flags(), "run: python tests/test_docs.py"
+
+
+def test_readme_commands_are_makefile_targets() -> None:
+    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    named = set(re.findall(r"\bmake (\w+)", (ROOT / "README.md").read_text()))
+    assert {"demo", "test"} <= named <= targets
+
+
+if __name__ == "__main__":
+    FLAGS_PAGE.write_text(render_flags())
