@@ -172,7 +172,10 @@ CONFIGS: Mapping[str, Config] = {
     "glm-flash": _glm_flash(),
     "odd-mla": _deepseek_v3(**{**_V3, **_ODD}),
     "unequal-mscale": _deepseek_v3(
-        routed_scaling_factor=1.0, rope_scaling={**_yarn(1.0), "mscale": 0.5}, attention_bias=True
+        routed_scaling_factor=1.0,
+        rope_scaling={**_yarn(1.0), "mscale": 0.5},
+        rope_interleave=False,
+        attention_bias=True,
     ),
     "llama": _shape("llama", "LlamaForCausalLM", _GQA, rope_theta=500000.0, rope_scaling=_LLAMA3_ROPE),
     "llama2": _shape("llama", "LlamaForCausalLM", rope_theta=10000.0, rms_norm_eps=1e-5),

@@ -111,19 +111,25 @@ def _add_tensors(stored: _Stored, config: dict[str, Any], tensors: Tensors, spli
             held[key] = _add_split_kv_b(stored, layer, values, config)
         elif inside in ("self_attn.q_proj", "self_attn.k_proj") and "kv_lora_rank" not in config:
             heads = config["num_attention_heads" if "q_proj" in inside else "num_key_value_heads"]
-            held[key] = unpermuted(
-                stored.add(f"blk.{layer}.{_BLOCK_NAMES[inside]}.{kind}", permuted(values, heads)), heads
-            )
+            kept = stored.add(f"blk.{layer}.{_BLOCK_NAMES[inside]}.{kind}", permuted(values, heads))
+            held[key] = unpermuted(kept, heads)
         else:
             held[key] = stored.add(f"blk.{layer}.{_BLOCK_NAMES[inside]}.{kind}", values)
-    for layer in range(config["num_hidden_layers"]):
-        prefix = f"model.layers.{layer}.mlp.experts."
-        if f"{prefix}0.up_proj.weight" not in tensors:
-            continue
-        for part in ("gate", "up", "down"):
-            names = [f"{prefix}{expert}.{part}_proj.weight" for expert in range(config["n_routed_experts"])]
-            stack = stored.add(f"blk.{layer}.ffn_{part}_exps.weight", np.stack([tensors[key] for key in names]))
-            held.update(zip(names, stack, strict=True))
+    for layer_id in range(config["num_hidden_layers"]):
+        held.update(_add_stacked_experts(stored, config, tensors, layer_id))
+    return held
+
+
+def _add_stacked_experts(stored: _Stored, config: dict[str, Any], tensors: Tensors, layer: int) -> Tensors:
+    """All experts of a layer in one tensor [experts, rows, columns] per projection; nothing in a dense layer."""
+    held: Tensors = {}
+    prefix = f"model.layers.{layer}.mlp.experts."
+    if f"{prefix}0.up_proj.weight" not in tensors:
+        return held
+    for part in ("gate", "up", "down"):
+        names = [f"{prefix}{expert}.{part}_proj.weight" for expert in range(config["n_routed_experts"])]
+        stack = stored.add(f"blk.{layer}.ffn_{part}_exps.weight", np.stack([tensors[key] for key in names]))
+        held.update(zip(names, stack, strict=True))
     return held
 
 
@@ -213,4 +219,5 @@ def _llama3_divisors(config: dict[str, Any]) -> Array:
     wavelengths = 2 * math.pi * config["rope_theta"] ** (np.arange(0, dim, 2) / dim)
     low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
     keep = np.clip((scaling["original_max_position_embeddings"] / wavelengths - low) / (high - low), 0, 1)
-    return (1 / ((1 - keep) / scaling["factor"] + keep)).astype(np.float32)
+    divisors: Array = (1 / ((1 - keep) / scaling["factor"] + keep)).astype(np.float32)
+    return divisors

@@ -94,11 +94,15 @@ def logits(path: Path, steps: Iterable[Step], backend: str, page_size: int = 64)
 
 @dataclass(slots=True)
 class Session:
-    """A decoder, a pool of poisoned pages in shuffled order, and the sequences that live in it."""
+    """A decoder, a pool of poisoned pages in shuffled order, and the sequences that live in it.
+
+    `decode_attention`: another backend for rows of one token, as plans have it; None uses `attention` for all.
+    """
 
     decoder: Decoder
     attention: AttentionBackend
     page_size: int = 64
+    decode_attention: AttentionBackend | None = None
     num_pages: int = 0
     pool: KVPool = field(init=False)
     free: list[int] = field(init=False)
@@ -165,7 +169,9 @@ class Session:
                 if sequence >= 0:
                     self.lengths[sequence] = here.stop
             metadata = self._metadata(part, spans)
-            segments.append(AttentionSegment(start, len(token_ids), self.attention, metadata))
+            chunk = any(len(tokens) > 1 for _, tokens in part)
+            attention = self.attention if chunk else self.decode_attention or self.attention
+            segments.append(AttentionSegment(start, len(token_ids), attention, metadata))
         return ForwardBatch(
             token_ids=torch.tensor(token_ids),
             positions=torch.tensor(positions),

@@ -24,7 +24,8 @@ class RandomWeights:
         self.hidden: int = config["hidden_size"]
 
     def matrix(self, rows: int, columns: int, gain: float = 1.5) -> Array:
-        return (self.rng.standard_normal((rows, columns)) * gain / columns**0.5).astype(np.float32)
+        drawn: Array = (self.rng.standard_normal((rows, columns)) * gain / columns**0.5).astype(np.float32)
+        return drawn
 
     def vector(self, size: int, mean: float, deviation: float = 0.3) -> Array:
         return (mean + deviation * self.rng.standard_normal(size)).astype(np.float32)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import mmap
 import subprocess
 import tempfile
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     import torch
 
 SOURCE_DIR = Path(__file__).parent / "cpu"
-FLAGS = ("-O3", "-march=native", "-ffp-contract=fast", "-std=c++17", "-fPIC", "-fopenmp", "-Wno-psabi")
+FLAGS = ("-O3", "-march=native", "-ffp-contract=fast", "-std=c++20", "-fPIC", "-pthread", "-Wno-psabi")
 
 FORMATS = {"fp32": 0, "bf16": 1, "fp16": 2, "q8": 3, "q4": 4}
 """Packed formats, as `enum Format` of linear.h has them."""
@@ -31,6 +32,7 @@ FORMATS = {"fp32": 0, "bf16": 1, "fp16": 2, "q8": 3, "q4": 4}
 GGUF_BLOCK_TYPES = {"q4_0": 2, "q4_1": 3, "q8_0": 8}
 GROUP = 32
 LANES = 16
+ARENA_BLOCK_BYTES = 64 << 20
 
 _POINTER, _LONG, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
 
@@ -81,13 +83,13 @@ class CpuLibrary:
     """
 
     def __init__(self, threads: int | None = None) -> None:
-        # torch first: the library then binds to the OpenMP runtime torch has loaded, so both share one pool.
         import torch
 
         cxx = find_cxx()
         if cxx is None:
             raise PellucidError("no C++ compiler found for the CPU kernels; install one (apt install g++) or set CXX")
         self._torch = torch
+        self._arena = HugePageArena()
         self.threads = threads or torch.get_num_threads()
         self._library = ctypes.CDLL(str(build(cxx)))
         for name, argtypes in _SIGNATURES.items():
@@ -127,6 +129,14 @@ class CpuLibrary:
         self._library.pellucid_silu_mul(gate_up.data_ptr(), gate_up.stride(0), out.data_ptr(), rows, n, self.threads)
         return out
 
+    def argmax(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Index int64 and value of the largest of each row of x [rows, n]; a NaN counts as the largest."""
+        index, value = self._torch.empty(x.shape[0], dtype=self._torch.int64), self._torch.empty(x.shape[0])
+        self._library.pellucid_argmax(
+            x.data_ptr(), x.stride(0), x.shape[0], x.shape[1], index.data_ptr(), value.data_ptr(), self.threads
+        )
+        return index, value
+
     def linear(
         self, x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None, out: torch.Tensor, accumulate: bool
     ) -> None:
@@ -155,17 +165,20 @@ class CpuLibrary:
         tiles = -(-rows // LANES)
         if scheme in GGUF_BLOCK_TYPES:
             bits = 8 if scheme == "q8_0" else 4
-            packed = torch.empty(batch, tiles * LANES * columns * bits // 8, dtype=torch.uint8)
-            groups = [torch.empty(batch, tiles * LANES * columns // GROUP, dtype=torch.float16) for _ in range(2)]
+            packed = self._arena.take(batch, tiles * LANES * columns * bits // 8)
+            groups = [
+                self._arena.take(batch, tiles * LANES * columns // GROUP * 2).view(torch.float16)
+                for _ in range(2 if bits == 4 else 1)
+            ]
             for b in range(batch):
                 source = data[b] if data.dim() == 3 else data
                 self._library.pellucid_pack_gguf(
                     GGUF_BLOCK_TYPES[scheme], source.data_ptr(), rows, columns, packed[b].data_ptr(),
-                    groups[0][b].data_ptr(), groups[1][b].data_ptr(), self.threads,
+                    groups[0][b].data_ptr(), groups[1][b].data_ptr() if bits == 4 else None, self.threads,
                 )  # fmt: skip
             return PackedWeight(FORMATS[f"q{bits}"], rows, columns, packed, groups[0], groups[1] if bits == 4 else None)
         itemsize = data.element_size()
-        packed = torch.empty(batch, tiles * LANES * columns * itemsize, dtype=torch.uint8)
+        packed = self._arena.take(batch, tiles * LANES * columns * itemsize)
         for b in range(batch):
             source = data[b] if data.dim() == 3 else data
             self._library.pellucid_pack_dense(
@@ -187,7 +200,7 @@ class CpuLibrary:
         context: torch.Tensor,
         scale: float,
     ) -> torch.Tensor:
-        """q [tokens, heads, dk], contiguous -> [tokens, heads, value_dim]; keys, values [pages, page, width].
+        """q [tokens, heads, dk], heads contiguous -> [tokens, heads, value_dim]; keys, values [pages, page, width].
 
         page_table int32 [sequences, pages]; sequence, context int32 [tokens]: whose table to use, how many
         keys to see (0 gives a row of zeros).
@@ -195,7 +208,7 @@ class CpuLibrary:
         tokens, heads, dk = q.shape
         out = self._torch.empty(tokens, heads, value_dim)
         self._library.pellucid_paged_attention(
-            q.data_ptr(), out.data_ptr(), keys.data_ptr(), values.data_ptr(), keys.stride(1), values.stride(1),
+            q.data_ptr(), q.stride(0), out.data_ptr(), keys.data_ptr(), values.data_ptr(), keys.stride(1), values.stride(1),
             value_head_stride, page_table.data_ptr(), page_table.stride(0), sequence.data_ptr(), context.data_ptr(),
             tokens, heads, num_kv_heads, dk, value_dim, keys.shape[1], scale, self.threads,
         )  # fmt: skip
@@ -218,6 +231,36 @@ class CpuLibrary:
             _pointer(gate_up.minimum), down.format, down.data.data_ptr(), _pointer(down.scale),
             _pointer(down.minimum), out.data_ptr(), True, self.threads,
         )  # fmt: skip
+
+
+class HugePageArena:
+    """Memory for weights, in huge pages where the system has them.
+
+    A decode step reads every weight once: with 4 KB pages it waits for address translation about as often as for data.
+    """
+
+    def __init__(self) -> None:
+        self._block: torch.Tensor | None = None
+        self._used = 0
+
+    def take(self, rows: int, nbytes: int) -> torch.Tensor:
+        """uint8 [rows, nbytes], 64-byte aligned, never given back but with its whole block."""
+        size = rows * nbytes
+        if self._block is None or self._used + size > self._block.numel():
+            self._block, self._used = _huge_pages(max(size, ARENA_BLOCK_BYTES)), 0
+        taken = self._block[self._used : self._used + size]
+        self._used += -(-size // 64) * 64
+        return taken.view(rows, nbytes)
+
+
+def _huge_pages(size: int) -> torch.Tensor:
+    """uint8 [size] of anonymous memory, taken page by page as it is written."""
+    import torch
+
+    block = mmap.mmap(-1, size)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        block.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(block, dtype=torch.uint8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,8 +296,9 @@ _SIGNATURES: dict[str, list[type]] = {
     "pellucid_rope": [_POINTER, _LONG, _LONG, _LONG, _LONG, _POINTER, _POINTER, _LONG, _INT],
     "pellucid_cache_write": [_POINTER, _LONG, _POINTER, _POINTER, _LONG, _LONG],
     "pellucid_silu_mul": [_POINTER, _LONG, _POINTER, _LONG, _LONG, _INT],
+    "pellucid_argmax": [_POINTER, _LONG, _LONG, _LONG, _POINTER, _POINTER, _INT],
     "pellucid_paged_attention": [
-        _POINTER, _POINTER, _POINTER, _POINTER, _LONG, _LONG, _LONG, _POINTER, _LONG, _POINTER, _POINTER,
+        _POINTER, _LONG, _POINTER, _POINTER, _POINTER, _LONG, _LONG, _LONG, _POINTER, _LONG, _POINTER, _POINTER,
         _LONG, _LONG, _LONG, _LONG, _LONG, _LONG, _FLOAT, _INT
     ],
     "pellucid_moe": [

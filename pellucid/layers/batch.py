@@ -28,7 +28,7 @@ class ForwardBatch:
     """One row per token: decode rows first, then prefill chunks.
 
     `slots`: where a token's KV row goes, page * page_size + offset; -1 writes nothing (a padded row).
-    `logit_rows`: the rows whose logits are wanted.
+    `logit_rows`: the rows whose logits are wanted, ascending.
     """
 
     token_ids: torch.Tensor  # int64 [tokens]

@@ -32,24 +32,23 @@ class GQAAttention:
 
     def add_to(self, residual: torch.Tensor, x: torch.Tensor, batch: ForwardBatch) -> None:
         """residual [tokens, hidden] += attention(x)."""
-        traits = self.traits
-        width, kv_width = traits.num_heads * traits.head_dim, traits.num_kv_heads * traits.head_dim
-        q, k, v = self.qkv_proj(x).split([width, kv_width, kv_width], dim=-1)
-        q = q.unflatten(-1, (traits.num_heads, traits.head_dim))  # [tokens, heads, head_dim]
-        heads_of_k = k.unflatten(-1, (traits.num_kv_heads, traits.head_dim))
+        traits, pool = self.traits, batch.pool
+        heads, kv_heads, dim = traits.num_heads, traits.num_kv_heads, traits.head_dim
+        qkv = self.qkv_proj(x)
+        by_head = qkv.view(-1, heads + 2 * kv_heads, dim)  # [tokens, q heads | k heads | v heads, head_dim]
+        q = by_head[:, :heads]
         if self.q_norm is not None and self.k_norm is not None:
             self.q_norm.inplace(q)
-            self.k_norm.inplace(heads_of_k)
-        self.rotary.rotate(q, batch.positions)
-        self.rotary.rotate(heads_of_k, batch.positions)
-        keys, values = batch.pool.keys(self.layer), batch.pool.values(self.layer)
-        self.ops.cache_write(k, batch.slots, keys)
-        self.ops.cache_write(v, batch.slots, values)
+            self.k_norm.inplace(by_head[:, heads : heads + kv_heads])
+        self.rotary.rotate(by_head[:, : heads + kv_heads], batch.positions)
+        keys, values = pool.keys(self.layer), pool.values(self.layer)
+        self.ops.cache_write(qkv[:, heads * dim : (heads + kv_heads) * dim], batch.slots, keys)
+        self.ops.cache_write(qkv[:, (heads + kv_heads) * dim :], batch.slots, values)
 
         def attend(part: AttentionSegment) -> torch.Tensor:
-            rows = q[part.start : part.stop].contiguous()
+            rows = q[part.start : part.stop]
             return part.backend.gqa(
-                rows, keys, values, part.metadata, num_kv_heads=traits.num_kv_heads, scale=traits.softmax_scale
+                rows, keys, values, part.metadata, num_kv_heads=kv_heads, scale=traits.softmax_scale
             )
 
-        self.o_proj.add_to(residual, batch.attend(attend).flatten(1))
+        self.o_proj.add_to(residual, batch.attend(attend).view(-1, heads * dim))

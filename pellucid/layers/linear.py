@@ -38,6 +38,9 @@ class Linear:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x [tokens, columns] -> [tokens, rows]."""
         out = x.new_empty(x.shape[0], self.rows)
+        if len(self.kernels) == 1:
+            self.kernels[0].into(x, out)
+            return out
         start = 0
         for kernel in self.kernels:
             kernel.into(x, out[:, start : start + kernel.rows])

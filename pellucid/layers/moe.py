@@ -25,11 +25,17 @@ def route(
     import torch
 
     logits = logits.float()
-    scores = logits.sigmoid() if traits.scoring == "sigmoid" else logits.softmax(-1)
+    if traits.scoring == "sigmoid":
+        # sigmoid(x) = softmax([x, 0])[0]. torch's own sigmoid takes another path for the last few elements of the whole
+        # tensor, so that a row's bits would depend on the batch; its softmax goes row by row.
+        scores = torch.stack([logits, torch.zeros_like(logits)], dim=-1).softmax(-1)[..., 0]
+    else:
+        scores = logits.softmax(-1)
     choice = scores if correction_bias is None else scores + correction_bias
     if traits.group_rule != "none":
         groups = choice.unflatten(-1, (traits.num_groups, -1))  # [tokens, groups, experts per group]
-        ranked = groups.topk(1 if traits.group_rule == "max" else 2, dim=-1).values.sum(-1)
+        best = 1 if traits.group_rule == "max" else min(2, groups.shape[-1])
+        ranked = groups.topk(best, dim=-1).values.sum(-1)
         kept = torch.zeros_like(ranked, dtype=torch.bool)
         kept.scatter_(-1, ranked.topk(traits.topk_groups, dim=-1).indices, True)
         choice = groups.masked_fill(~kept[..., None], float("-inf")).flatten(-2)

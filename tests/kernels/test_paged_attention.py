@@ -69,7 +69,8 @@ def _metadata(table: torch.Tensor, queries: Sequence[int], contexts: Sequence[in
 
 def _softmax_sum(scores: Array, values: Array) -> Array:
     powers = np.exp(scores - scores.max())
-    return powers @ values / powers.sum()
+    mean: Array = powers @ values / powers.sum()
+    return mean
 
 
 @pytest.mark.parametrize("page", [1, 3, 16, 64])

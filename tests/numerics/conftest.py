@@ -40,13 +40,18 @@ def one_torch_thread() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def expected(checkpoint: Callable[[str], Path]) -> Callable[[str], dict[int, Array]]:
+def reference(checkpoint: Callable[[str], Path]) -> Callable[[str], Reference]:
+    """The fp64 reference of a shape's checkpoint."""
+    return cache(lambda name: Reference.open(checkpoint(name)))
+
+
+@pytest.fixture(scope="session")
+def expected(reference: Callable[[str], Reference]) -> Callable[[str], dict[int, Array]]:
     """The fp64 logits of a shape's three prompts: sequence -> [tokens, vocab]."""
 
     @cache
     def computed(name: str) -> dict[int, Array]:
-        reference = Reference.open(checkpoint(name))
-        return {sequence: reference.logits(ids) for sequence, ids in checkpoints.prompts(name).items()}
+        return {sequence: reference(name).logits(ids) for sequence, ids in checkpoints.prompts(name).items()}
 
     return computed
 

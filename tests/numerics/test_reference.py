@@ -28,17 +28,17 @@ def test_the_reference_equals_transformers_at_every_position(
 
 
 @pytest.mark.parametrize("name", checkpoints.MLA_SHAPES)
-def test_absorbed_mla_equals_naive_mla(name: str, checkpoint: Callable[[str], Path]) -> None:
-    token_ids = checkpoints.prompts(name)[1]
-    naive = Reference.open(checkpoint(name)).logits(token_ids)
-    absorbed = Reference.open(checkpoint(name), absorbed=True).logits(token_ids)
-    np.testing.assert_allclose(absorbed, naive, rtol=0, atol=1e-11)
+def test_absorbed_mla_equals_naive_mla(
+    name: str, checkpoint: Callable[[str], Path], expected: Callable[[str], dict[int, Array]]
+) -> None:
+    absorbed = Reference.open(checkpoint(name), absorbed=True).logits(checkpoints.prompts(name)[2])
+    np.testing.assert_allclose(absorbed, expected(name)[2], rtol=0, atol=1e-11)
 
 
 @pytest.mark.parametrize("name", checkpoints.CONFIGS)
-def test_logits_are_of_order_one_and_no_routing_decision_is_close(name: str, checkpoint: Callable[[str], Path]) -> None:
+def test_logits_are_of_order_one_and_no_routing_decision_is_close(
+    name: str, reference: Callable[[str], Reference], expected: Callable[[str], dict[int, Array]]
+) -> None:
     """Or a comparison in fp32 would measure luck: a near tie in the router may fall either way."""
-    reference = Reference.open(checkpoint(name))
-    largest = [np.abs(reference.logits(token_ids)).max() for token_ids in checkpoints.prompts(name).values()]
-    assert 3 < max(largest) < 12
-    assert reference.margin > 2e-5
+    assert 3 < max(np.abs(rows).max() for rows in expected(name).values()) < 12
+    assert reference(name).margin > 2e-5

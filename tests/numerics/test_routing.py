@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import combinations
 
 import numpy as np
@@ -134,8 +135,6 @@ def test_weights_stay_finite_when_every_score_vanishes() -> None:
 @pytest.mark.parametrize("experts", [8, 12, 16, 72])
 @pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
 def test_a_row_is_routed_alike_whatever_it_is_batched_with(scoring: Scoring, experts: int) -> None:
-    from dataclasses import replace
-
     import torch
 
     rng = np.random.default_rng(4)

@@ -16,8 +16,10 @@ def causal_weights(scores: Array) -> Array:
     """Softmax of scores [heads, queries, keys] over the keys up to each query."""
     tokens = scores.shape[-1]
     future = np.triu(np.ones((tokens, tokens), dtype=bool), 1)
-    powers = np.exp(np.where(future, -np.inf, scores) - np.where(future, -np.inf, scores).max(-1, keepdims=True))
-    return powers / powers.sum(-1, keepdims=True)
+    visible = np.where(future, -np.inf, scores)
+    powers = np.exp(visible - visible.max(-1, keepdims=True))
+    weights: Array = powers / powers.sum(-1, keepdims=True)
+    return weights
 
 
 def gqa(q: Array, k: Array, v: Array, scale: float) -> Array:

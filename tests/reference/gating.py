@@ -78,4 +78,5 @@ def _sigmoid(z: Array) -> Array:
 
 def _softmax(z: Array) -> Array:
     powers = np.exp(z - z.max(-1, keepdims=True))
-    return powers / powers.sum(-1, keepdims=True)
+    scores: Array = powers / powers.sum(-1, keepdims=True)
+    return scores

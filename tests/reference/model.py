@@ -84,7 +84,8 @@ class Reference:
         return after
 
     def _norm(self, x: Array, module: str, eps: float) -> Array:
-        return x / np.sqrt(np.mean(x**2, axis=-1, keepdims=True) + eps) * self.weights[f"{module}.weight"]
+        normed: Array = x / np.sqrt(np.mean(x**2, axis=-1, keepdims=True) + eps)
+        return normed * self.weights[f"{module}.weight"]
 
     def _linear(self, x: Array, module: str) -> Array:
         return x @ self.weights[f"{module}.weight"].T + self.weights.get(f"{module}.bias", np.float64(0))

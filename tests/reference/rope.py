@@ -92,7 +92,8 @@ def _stretched(frequencies: Array, parameters: Config, dim: int) -> Array:
         keep = 1.0 - _yarn_ramp(parameters, dim)
     else:
         raise ValueError(f"rope_type {kind}")
-    return frequencies * keep + frequencies / parameters["factor"] * (1.0 - keep)
+    stretched: Array = frequencies * keep + frequencies / parameters["factor"] * (1.0 - keep)
+    return stretched
 
 
 def _yarn_ramp(parameters: Config, dim: int) -> Array:

@@ -1,13 +1,14 @@
 // Attention over a paged KV cache, for GQA (K and V apart) and absorbed MLA (V is the head of the K row).
 // Bound by pellucid/kernels/cpu_library.py. One (token, head) is one task with one fixed order of sums:
 // a query's result depends on nothing but its own context.
-#include <omp.h>
-
 #include <algorithm>
 #include <cmath>
 #include <vector>
 
+#include "pool.h"
 #include "vec.h"
+
+using namespace pellucid;
 
 namespace {
 
@@ -47,23 +48,24 @@ static float exponentiate(float* score, int64_t n) {
 
 extern "C" {
 
-// q [tokens, heads, dk]; out [tokens, heads, dv]. Key of context position j of sequence s:
+// q [tokens, heads, dk], tokens q_stride apart; out [tokens, heads, dv]. Key of context position j of sequence s:
 //   k + (page_table[s][j / page] * page + j % page) * k_row + kv_head * dk, and v likewise with v_row, v_head.
 // context[t] is the number of keys token t sees; 0 (a padded row) gives zeros and reads nothing.
-void pellucid_paged_attention(const float* q, float* out, const float* k, const float* v, int64_t k_row, int64_t v_row,
+void pellucid_paged_attention(const float* q, int64_t q_stride, float* out, const float* k, const float* v, int64_t k_row, int64_t v_row,
                               int64_t v_head, const int32_t* page_table, int64_t table_stride, const int32_t* sequence,
                               const int32_t* context, int64_t tokens, int64_t heads, int64_t kv_heads, int64_t dk,
                               int64_t dv, int64_t page, float scale, int threads) {
   int64_t longest = 0;
   for (int64_t t = 0; t < tokens; ++t) longest = std::max<int64_t>(longest, context[t]);
   const int64_t group = heads / kv_heads;
-#pragma omp parallel num_threads(threads)
-  {
+  // The last tokens of a prefill see most keys: begin with them.
+  const int64_t tasks = tokens * heads, worth = std::max<int64_t>(1, 4096 / std::max<int64_t>(1, longest * dk / 64));
+  Pool::run(threads, tasks, worth, [&](int64_t begin, int64_t end) {
     std::vector<float> score((longest + LANES - 1) / LANES * LANES);
-#pragma omp for schedule(dynamic, 1)
-    for (int64_t task = tokens * heads - 1; task >= 0; --task) {
+    for (int64_t i = begin; i < end; ++i) {
+      const int64_t task = tasks - 1 - i;
       const int64_t t = task / heads, h = task % heads, kv_head = h / group, n = context[t];
-      const float* query = q + task * dk;
+      const float* query = q + t * q_stride + h * dk;
       const int32_t* pages = page_table + sequence[t] * table_stride;
       float* to = out + task * dv;
       std::fill(to, to + dv, 0.0f);
@@ -79,8 +81,8 @@ void pellucid_paged_attention(const float* q, float* out, const float* k, const 
         const int64_t count = std::min(page, n - first);
         for (int64_t j = 0; j < count; ++j) add_scaled(to, values + j * v_row, score[first + j], dv);
       }
-      for (int64_t i = 0; i < dv; ++i) to[i] *= inverse;
+      for (int64_t d = 0; d < dv; ++d) to[d] *= inverse;
     }
-  }
+  });
 }
 }

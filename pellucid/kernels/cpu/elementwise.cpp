@@ -1,12 +1,17 @@
 // RMSNorm, rotary embedding, KV-cache writes and SwiGLU. Bound by pellucid/kernels/cpu_library.py.
 // Rows are independent and each is computed in one fixed order: results do not depend on the batch.
-#include <omp.h>
-
+#include <algorithm>
 #include <cmath>
 
+#include "pool.h"
 #include "vec.h"
 
+using namespace pellucid;
+
 namespace {
+
+// Elements that are worth another thread.
+constexpr int64_t WORTH = 8192;
 
 static inline void rotate(float* x, const float* cos, const float* sin, int64_t half, int interleaved) {
   for (int64_t i = 0; i < half; ++i) {
@@ -30,6 +35,27 @@ static inline float mean_square(const float* x, int64_t n) {
   return total / n;
 }
 
+// The largest element, or NaN if there is one.
+static inline float largest(const float* x, int64_t n) {
+  f32x16 top = f32x16{} + x[0], poisoned = {};
+  int64_t i = 0;
+  for (; i + LANES <= n; i += LANES) {
+    const f32x16 v = load<f32x16>(x + i);
+    top = v > top ? v : top;
+    poisoned += v * 0.0f;  // becomes NaN with the first NaN (or infinity) and stays so
+  }
+  float best = x[0], poison = sum(poisoned);
+  for (int l = 0; l < LANES; ++l) best = std::max(best, top[l]);
+  for (; i < n; ++i) {
+    best = std::max(best, x[i]);
+    poison += x[i] * 0.0f;
+  }
+  if (poison == 0.0f) return best;
+  for (i = 0; i < n; ++i)
+    if (x[i] != x[i]) return x[i];
+  return best;
+}
+
 }  // namespace
 
 extern "C" {
@@ -37,13 +63,14 @@ extern "C" {
 // y[o, i, :] = w * x[o, i, :] / sqrt(mean(x^2) + eps); x and y may be the same memory.
 void pellucid_rms_norm(const float* x, int64_t x_outer, const float* w, float* y, int64_t y_outer, int64_t outer,
                        int64_t inner, int64_t n, float eps, int threads) {
-#pragma omp parallel for num_threads(threads) if (outer * inner * n > 8192)
-  for (int64_t row = 0; row < outer * inner; ++row) {
-    const float* from = x + row / inner * x_outer + row % inner * n;
-    float* to = y + row / inner * y_outer + row % inner * n;
-    const float scale = 1.0f / std::sqrt(mean_square(from, n) + eps);
-    for (int64_t i = 0; i < n; ++i) to[i] = from[i] * scale * w[i];
-  }
+  Pool::run(threads, outer * inner, WORTH / n, [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row) {
+      const float* from = x + row / inner * x_outer + row % inner * n;
+      float* to = y + row / inner * y_outer + row % inner * n;
+      const float scale = 1.0f / std::sqrt(mean_square(from, n) + eps);
+      for (int64_t i = 0; i < n; ++i) to[i] = from[i] * scale * w[i];
+    }
+  });
 }
 
 // Rotates `heads` slices of width `dim`, `head_stride` apart, in place. table: [positions, dim], cos then sin.
@@ -65,16 +92,31 @@ void pellucid_cache_write(const float* x, int64_t x_stride, const int64_t* slot,
 
 // out = silu(gate) * up for rows [gate | up] of width 2n.
 void pellucid_silu_mul(const float* gate_up, int64_t stride, float* out, int64_t rows, int64_t n, int threads) {
-#pragma omp parallel for num_threads(threads) if (rows * n > 8192)
-  for (int64_t r = 0; r < rows; ++r) {
-    const float *gate = gate_up + r * stride, *up = gate + n;
-    float* to = out + r * n;
-    int64_t i = 0;
-    for (; i + LANES <= n; i += LANES) {
-      const f32x16 g = load<f32x16>(gate + i);
-      store(to + i, g / (exp16(-g) + 1.0f) * load<f32x16>(up + i));
+  Pool::run(threads, rows, WORTH / n, [&](int64_t begin, int64_t end) {
+    for (int64_t r = begin; r < end; ++r) {
+      const float *gate = gate_up + r * stride, *up = gate + n;
+      float* to = out + r * n;
+      int64_t i = 0;
+      for (; i + LANES <= n; i += LANES) {
+        const f32x16 g = load<f32x16>(gate + i);
+        store(to + i, g / (exp16(-g) + 1.0f) * load<f32x16>(up + i));
+      }
+      for (; i < n; ++i) to[i] = gate[i] / (1.0f + std::exp(-gate[i])) * up[i];
     }
-    for (; i < n; ++i) to[i] = gate[i] / (1.0f + std::exp(-gate[i])) * up[i];
-  }
+  });
+}
+
+// Index and value of the largest of each row; the first of equals, and the first NaN if there is one.
+void pellucid_argmax(const float* x, int64_t stride, int64_t rows, int64_t n, int64_t* index, float* value, int threads) {
+  Pool::run(threads, rows, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t r = begin; r < end; ++r) {
+      const float* from = x + r * stride;
+      const float top = largest(from, n);
+      int64_t best = 0;
+      while (from[best] != top && from[best] == from[best]) ++best;
+      index[r] = best;
+      value[r] = from[best];
+    }
+  });
 }
 }

@@ -5,14 +5,14 @@
 // number of rows: results are bit-identical for any batch, chunk or position in it.
 #include "linear.h"
 
-#include <omp.h>
-
 #include <algorithm>
 #include <vector>
 
 #if defined(__AVX512F__)
 #include <immintrin.h>
 #endif
+
+#include "pool.h"
 
 using namespace pellucid;
 
@@ -29,6 +29,11 @@ static inline f32x16 nibble(u32x16 words, int shift) {
   return __builtin_convertvector((i32x16)((words >> shift) & 15u), f32x16);
 }
 #endif
+
+// The processor's own prefetcher stops at every 4 KB page, which is about a tile: ask for the next tiles ourselves.
+static inline void prefetch(const uint8_t* data, int64_t bytes) {
+  for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(data + i, 0, 2);
+}
 
 template <Format F>
 struct Tile {
@@ -55,9 +60,11 @@ static inline void block(const Args& a, int64_t row, int64_t tile) {
   const float* x = a.x + row * a.x_stride;
 
   if constexpr (F == Q8 || F == Q4) {
-    const int64_t groups = a.k / GROUP;
+    const int64_t groups = a.k / GROUP, group_bytes = column_bytes(F) * GROUP;
     for (int64_t g = 0; g < groups; ++g) {
       f32x16 partial[M][T] = {};
+      for (int t = 0; t < T; ++t)
+        prefetch(w[t].data + T * tile_bytes + g * group_bytes, group_bytes);
       for (int j = 0; j < GROUP; j += 8) {
 #pragma GCC unroll 8
         for (int i = 0; i < 8; ++i) {
@@ -129,13 +136,14 @@ static void rows(const Args& a, int64_t begin, int64_t end) {
 template <typename T>
 static void pack_dense(const T* rows, int64_t n, int64_t k, T* out, int threads) {
   const int64_t tiles = (n + LANES - 1) / LANES;
-#pragma omp parallel for num_threads(threads)
-  for (int64_t t = 0; t < tiles; ++t)
-    for (int64_t lane = 0; lane < LANES; ++lane) {
-      const int64_t row = t * LANES + lane;
-      T* to = out + t * k * LANES + lane;
-      for (int64_t c = 0; c < k; ++c) to[c * LANES] = row < n ? rows[row * k + c] : T{0};
-    }
+  Pool::run(threads, tiles, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t t = begin; t < end; ++t)
+      for (int64_t lane = 0; lane < LANES; ++lane) {
+        const int64_t row = t * LANES + lane;
+        T* to = out + t * k * LANES + lane;
+        for (int64_t c = 0; c < k; ++c) to[c * LANES] = row < n ? rows[row * k + c] : T{0};
+      }
+  });
 }
 
 // The low nibbles of eight bytes as one word, first byte lowest.
@@ -168,15 +176,13 @@ void pellucid_linear(int format, const float* x, int64_t x_stride, const uint8_t
   std::vector<float> x_sum(m * groups);
   const Args a{x, x_stride, w, scale, minimum, x_sum.data(), bias, y, y_stride, m, n, k, accumulate};
   const int64_t tile_count = (n + LANES - 1) / LANES;
-#pragma omp parallel num_threads(threads)
-  {
-    const int64_t id = omp_get_thread_num(), count = omp_get_num_threads();
-    if (groups) {
-      group_sums(x, x_stride, groups, m * id / count, m * (id + 1) / count, x_sum.data());
-#pragma omp barrier
-    }
-    linear_tiles(format, a, tile_count * id / count, tile_count * (id + 1) / count);
-  }
+  if (groups)
+    Pool::run(threads, m, 16, [&](int64_t begin, int64_t end) {
+      group_sums(x, x_stride, groups, begin, end, x_sum.data());
+    });
+  Pool::run(threads, (tile_count + STRIP - 1) / STRIP, 1, [&](int64_t begin, int64_t end) {
+    linear_tiles(format, a, begin * STRIP, std::min(end * STRIP, tile_count));
+  });
 }
 
 // `batch` dense products side by side: y[b] = x[b] W[b]^T, x[b] = x + b * x_batch and so on; no groups.
@@ -185,15 +191,13 @@ void pellucid_batched_linear(int format, const float* x, int64_t x_stride, int64
                              int threads) {
   const int64_t tile_count = (n + LANES - 1) / LANES;
   const int64_t w_batch = tile_count * k * LANES * (format == F32 ? 4 : 2);
-#pragma omp parallel num_threads(threads)
-  {
-    const int64_t id = omp_get_thread_num(), count = omp_get_num_threads();
-    for (int64_t b = 0; b < batch; ++b) {
+  Pool::run(threads, batch, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t b = begin; b < end; ++b) {
       const Args a{x + b * x_batch, x_stride, w + b * w_batch, nullptr, nullptr, nullptr, nullptr,
                    y + b * y_batch, y_stride, m, n, k, 0};
-      linear_tiles(format, a, tile_count * id / count, tile_count * (id + 1) / count);
+      linear_tiles(format, a, 0, tile_count);
     }
-  }
+  });
 }
 
 // Dense rows [n, k] of 2- or 4-byte elements into 16-row tiles; rows past n are zeros.
@@ -214,8 +218,8 @@ void pellucid_pack_gguf(int type, const uint8_t* blocks, int64_t n, int64_t k, u
   const int64_t header = type == Q4_1_BLOCK ? 4 : 2;
   const int64_t words = type == Q8_0_BLOCK ? 8 : 4;  // int32 words per block and lane
   const int64_t block_bytes = header + words * 4;
-#pragma omp parallel for num_threads(threads)
-  for (int64_t t = 0; t < tiles; ++t)
+  Pool::run(threads, tiles, 1, [&](int64_t begin, int64_t end) {
+  for (int64_t t = begin; t < end; ++t)
     for (int64_t g = 0; g < groups; ++g)
       for (int64_t lane = 0; lane < LANES; ++lane) {
         const int64_t row = t * LANES + lane, at = (t * groups + g) * LANES + lane;
@@ -242,5 +246,6 @@ void pellucid_pack_gguf(int type, const uint8_t* blocks, int64_t n, int64_t k, u
           to[(i + 2) * LANES] = gather_nibbles(half[i] >> 4);
         }
       }
+  });
 }
 }

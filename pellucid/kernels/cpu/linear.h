@@ -6,6 +6,7 @@
 //   f16, bf16, f32   K vectors of 16 elements
 // Groups of 32 columns have a scale and (q4) a minimum per row: fp16, 16 lanes each, group-major.
 #pragma once
+#include <algorithm>
 #include <cstdint>
 
 #include "vec.h"
@@ -36,6 +37,9 @@ struct Args {
 
 // Rows of x against the 16-row tiles [begin, end) of W; called by every thread with its share.
 void linear_tiles(int format, const Args& a, int64_t begin, int64_t end);
+
+// Tiles that one row of x takes side by side: work is shared out in strips of so many.
+constexpr int64_t STRIP = 4;
 
 // Sums of x over each group of 32 columns, for rows [begin, end).
 static inline void group_sums(const float* x, int64_t x_stride, int64_t groups, int64_t begin, int64_t end, float* out) {

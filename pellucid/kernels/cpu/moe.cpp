@@ -1,12 +1,11 @@
 // Routed experts: gather rows by expert, gate_up, SwiGLU, down, and the weighted sum per token.
 // Bound by pellucid/kernels/cpu_library.py. A token's sum runs over its top-k slots in their order,
 // so it does not depend on which other tokens the batch holds.
-#include <omp.h>
-
 #include <algorithm>
 #include <vector>
 
 #include "linear.h"
+#include "pool.h"
 
 using namespace pellucid;
 
@@ -26,16 +25,23 @@ struct Experts {
   }
 };
 
-// All threads share each expert's tiles; experts follow each other without a barrier.
-void run(const Experts& e, const std::vector<int64_t>& offset, const float* x, const float* x_sum, float* y) {
-  const int64_t id = omp_get_thread_num(), count = omp_get_num_threads();
+// The tiles of every expert that was taken, as one range of work.
+void run(const Experts& e, const std::vector<int64_t>& offset, const float* x, const float* x_sum, float* y,
+         int threads) {
   const int64_t tiles = (e.n + LANES - 1) / LANES, groups = e.format == Q4 ? e.k / GROUP : 0;
-  for (size_t i = 0; i + 1 < offset.size(); ++i) {
-    const int64_t first = offset[i], rows = offset[i + 1] - first;
-    if (rows == 0) continue;
-    const Args a = e.args(i, x + first * e.k, x_sum + first * groups, y + first * e.n, rows);
-    linear_tiles(e.format, a, tiles * id / count, tiles * (id + 1) / count);
-  }
+  std::vector<int64_t> taken;
+  for (size_t i = 0; i + 1 < offset.size(); ++i)
+    if (offset[i + 1] > offset[i]) taken.push_back(i);
+  const int64_t strips = (tiles + STRIP - 1) / STRIP;
+  Pool::run(threads, (int64_t)taken.size() * strips, 1, [&](int64_t begin, int64_t end) {
+    while (begin < end) {
+      const int64_t expert = taken[begin / strips], strip = begin % strips, count = std::min(end - begin, strips - strip);
+      const int64_t first = offset[expert], rows = offset[expert + 1] - first;
+      const Args a = e.args(expert, x + first * e.k, x_sum + first * groups, y + first * e.n, rows);
+      linear_tiles(e.format, a, strip * STRIP, std::min((strip + count) * STRIP, tiles));
+      begin += count;
+    }
+  });
 }
 
 }  // namespace
@@ -62,18 +68,16 @@ void pellucid_moe(int format, const float* x, int64_t tokens, int64_t hidden, in
   std::vector<float> gathered(pairs * hidden), gate(pairs * 2 * inter), act(pairs * inter), result(pairs * hidden);
   std::vector<float> first_sum(pairs * first_groups), second_sum(pairs * second_groups);
 
-#pragma omp parallel num_threads(threads)
-  {
-#pragma omp for
-    for (int64_t p = 0; p < pairs; ++p) {
+  Pool::run(threads, pairs, 4, [&](int64_t begin, int64_t end) {
+    for (int64_t p = begin; p < end; ++p) {
       float* row = gathered.data() + place[p] * hidden;
       std::memcpy(row, x + p / top_k * hidden, hidden * sizeof(float));
       if (first_groups) group_sums(row, hidden, first_groups, 0, 1, first_sum.data() + place[p] * first_groups);
     }
-    run(first, offset, gathered.data(), first_sum.data(), gate.data());
-#pragma omp barrier
-#pragma omp for
-    for (int64_t p = 0; p < pairs; ++p) {
+  });
+  run(first, offset, gathered.data(), first_sum.data(), gate.data(), threads);
+  Pool::run(threads, pairs, 4, [&](int64_t begin, int64_t end) {
+    for (int64_t p = begin; p < end; ++p) {
       const float *g = gate.data() + p * 2 * inter, *up = g + inter;
       float* to = act.data() + p * inter;
       for (int64_t i = 0; i < inter; i += LANES) {
@@ -86,16 +90,16 @@ void pellucid_moe(int format, const float* x, int64_t tokens, int64_t hidden, in
       }
       if (second_groups) group_sums(to, inter, second_groups, 0, 1, second_sum.data() + p * second_groups);
     }
-    run(second, offset, act.data(), second_sum.data(), result.data());
-#pragma omp barrier
-#pragma omp for
-    for (int64_t t = 0; t < tokens; ++t)
+  });
+  run(second, offset, act.data(), second_sum.data(), result.data(), threads);
+  Pool::run(threads, tokens, 4, [&](int64_t begin, int64_t end) {
+    for (int64_t t = begin; t < end; ++t)
       for (int64_t i = 0; i < hidden; ++i) {
         float total = accumulate ? out[t * hidden + i] : 0.0f;
         for (int64_t j = 0; j < top_k; ++j)
           total += weight[t * top_k + j] * result[place[t * top_k + j] * hidden + i];
         out[t * hidden + i] = total;
       }
-  }
+  });
 }
 }
