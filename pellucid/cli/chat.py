@@ -28,6 +28,9 @@ def chat(ctx: click.Context, /, model: str, system: str | None, **options: Any) 
     from pellucid.cli.loading import load_llm
 
     llm = load_llm(engine_args(ctx, model))
+    if llm.tokenizer is None or llm.tokenizer.chat_template is None:
+        lacks = "tokenizer" if llm.tokenizer is None else "chat template"
+        raise InvalidRequestError(f"{model} has no {lacks}, so there is no talking to it; try `pellucid generate`")
     opening = [{"role": "system", "content": system}] if system else []
     messages = list(opening)
     interactive = sys.stdin.isatty()

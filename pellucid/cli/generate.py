@@ -11,6 +11,7 @@ import click
 
 from pellucid.cli.engine_options import engine_args, engine_options
 from pellucid.cli.sampling_options import sampling_options, sampling_params
+from pellucid.core import InvalidRequestError
 
 
 @click.command()
@@ -41,16 +42,18 @@ def generate(
     """
     begin = time.monotonic()
     params = sampling_params(options, temperature=0.0)
+    if system is not None and not chat:
+        raise InvalidRequestError("--system is a turn of a conversation; it needs --chat", "system")
     from pellucid.cli.loading import load_llm
 
+    llm = load_llm(engine_args(ctx, model))
+    ready = time.monotonic()
     if prompt is None:
         prompt = sys.stdin.read()
-    llm = load_llm(engine_args(ctx, model))
     if show_plan:
         from pellucid.selection.explain import render
 
         click.echo(render(llm.plan, llm.engine.notes) + "\n", err=as_json)
-    ready = time.monotonic()
     turns = [{"role": "system", "content": system}] if system else []
     tokens = llm.apply_chat_template([*turns, {"role": "user", "content": prompt}]) if chat else prompt
     pieces: list[str] = []

@@ -40,6 +40,7 @@ def sampling_params(values: Mapping[str, Any], **defaults: Any) -> SamplingParam
     typed = {
         name.removeprefix("sampling_"): value
         for name, value in values.items()
-        if name.startswith("sampling_") and value not in (None, (), False)
+        # By identity: 0 was typed, though it equals False.
+        if name.startswith("sampling_") and value is not None and value is not False and value != ()
     }
     return SamplingParams(**{**defaults, **typed})

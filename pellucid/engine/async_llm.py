@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import queue
 import threading
 from collections.abc import AsyncIterator, Callable
@@ -18,6 +19,9 @@ from pellucid.selection.args import EngineArgs
 Command = tuple[Callable[[], Any], "Future[Any]"]
 Subscriber = tuple[asyncio.AbstractEventLoop, "asyncio.Queue[TextDelta | PellucidError]"]
 
+CALLERS_FAULTS = (PellucidError, TypeError, ValueError, AttributeError)
+"""What a call with wrong arguments may raise: it goes back to that caller, and the engine goes on."""
+
 
 class AsyncLLM:
     """Many callers, one engine. The engine is touched by its own thread only; commands reach it through a queue.
@@ -30,6 +34,7 @@ class AsyncLLM:
         self._commands: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
         self._subscribers: dict[str, Subscriber] = {}
         self._failure: PellucidError | None = None
+        self._ids = itertools.count()
         self._thread = threading.Thread(target=self._loop, name="pellucid-engine", daemon=True)
         self._thread.start()
 
@@ -38,22 +43,26 @@ class AsyncLLM:
 
         Raises:
             InvalidRequestError: the prompt or its parameters can't be served.
-            PellucidError: the engine has stopped.
+            PellucidError: the request could not go on, or the engine has stopped.
         """
         params = params or SamplingParams()
         deltas: asyncio.Queue[TextDelta | PellucidError] = asyncio.Queue()
         subscriber = (asyncio.get_running_loop(), deltas)
-        request_id = await asyncio.wrap_future(self._submit(lambda: self._subscribe(prompt, params, subscriber)))
+        # Named here, so that a caller who is cancelled while still waiting to be added can be removed too.
+        request_id = f"async-{next(self._ids)}"
         unfinished = params.n
         try:
+            await asyncio.wrap_future(self._submit(lambda: self._subscribe(request_id, prompt, params, subscriber)))
             while unfinished:
                 delta = await deltas.get()
                 if isinstance(delta, PellucidError):
                     raise delta
+                if delta.error is not None:
+                    raise delta.error
                 unfinished -= delta.finish_reason is not None
                 yield delta
         finally:
-            self._commands.put((lambda: self._unsubscribe(request_id), Future()))
+            self._submit(lambda: self._unsubscribe(request_id))
 
     async def close(self) -> None:
         """Stop the engine thread and wait for it."""
@@ -66,18 +75,18 @@ class AsyncLLM:
     async def __aexit__(self, *exc_info: object) -> None:
         await self.close()
 
-    def _submit(self, call: Callable[[], str]) -> Future[str]:
-        """Run `call` on the engine thread; its result or error comes back through the future."""
-        future: Future[str] = Future()
+    def _submit(self, call: Callable[[], None]) -> Future[None]:
+        """Run `call` on the engine thread; its error comes back through the future."""
+        future: Future[None] = Future()
         self._commands.put((call, future))
-        if not self._thread.is_alive():
-            self._refuse_commands()
+        # The thread sets `_failure` before its last look at the queue, so one of the two sees this command.
+        if self._failure is not None:
+            self._refuse_commands(self._failure)
         return future
 
-    def _subscribe(self, prompt: Prompt, params: SamplingParams, subscriber: Subscriber) -> str:
-        request_id = self.engine.add_prompt(prompt, params)
+    def _subscribe(self, request_id: str, prompt: Prompt, params: SamplingParams, subscriber: Subscriber) -> None:
+        self.engine.add_prompt(prompt, params, request_id=request_id)
         self._subscribers[request_id] = subscriber
-        return request_id
 
     def _unsubscribe(self, request_id: str) -> None:
         self._subscribers.pop(request_id, None)
@@ -95,9 +104,10 @@ class AsyncLLM:
             failure = error
         finally:
             self._failure = failure
-            for request_id in self._subscribers:
+            for request_id in list(self._subscribers):
                 self._deliver(request_id, failure)
-            self._refuse_commands()
+                self._unsubscribe(request_id)
+            self._refuse_commands(failure)
 
     def _run_commands(self) -> bool:
         """Run what is queued, waiting for it when there is nothing to step. False when told to stop."""
@@ -109,20 +119,30 @@ class AsyncLLM:
             if command is None:
                 return False
             call, future = command
+            if not future.set_running_or_notify_cancel():
+                continue
             try:
                 future.set_result(call())
-            except PellucidError as error:
+            except CALLERS_FAULTS as error:
                 future.set_exception(error)
 
-    def _refuse_commands(self) -> None:
-        """Nobody will run them any more."""
-        while not self._commands.empty():
-            command = self._commands.get()
-            if command is not None:
-                command[1].set_exception(self._failure or PellucidError("the engine is closed"))
+    def _refuse_commands(self, failure: PellucidError) -> None:
+        """Nobody will run them any more. Called by the engine thread at its end, and by whoever comes later."""
+        while True:
+            try:
+                command = self._commands.get_nowait()
+            except queue.Empty:
+                return
+            if command is not None and command[1].set_running_or_notify_cancel():
+                command[1].set_exception(failure)
 
     def _deliver(self, request_id: str, item: TextDelta | PellucidError) -> None:
         subscriber = self._subscribers.get(request_id)
-        if subscriber is not None:
-            loop, deltas = subscriber
+        if subscriber is None:
+            return
+        loop, deltas = subscriber
+        try:
             loop.call_soon_threadsafe(deltas.put_nowait, item)
+        except RuntimeError:
+            # The caller's event loop was closed without its leave: nobody waits for this request any more.
+            self._unsubscribe(request_id)

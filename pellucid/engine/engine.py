@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import operator
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -92,49 +93,69 @@ class Engine:
         """Queue a prompt (text, or token ids) and return its id; all `params.n` samples share it.
 
         Raises:
-            InvalidRequestError: it can never be served as asked; nothing is queued.
+            InvalidRequestError: it can never be served as asked, or its id is in use; nothing is queued.
         """
+        if request_id is not None and request_id in self._groups:
+            raise InvalidRequestError(f"request_id {request_id!r} is in use; give each request its own", "request_id")
         text = prompt if isinstance(prompt, str) else None
-        token_ids = tuple(self.encode(prompt) if isinstance(prompt, str) else prompt)
+        token_ids = tuple(self.encode(prompt)) if isinstance(prompt, str) else _checked_ids(prompt)
         vocab = self.traits.vocab_size
         for token_id in token_ids:
             check_token_id(token_id, vocab, "prompt")
+        if not token_ids:
+            raise InvalidRequestError("the prompt is empty; send at least one token", "prompt")
         params.check_vocabulary(vocab)
         if params.stop and self.tokenizer is None:
-            raise InvalidRequestError("stop strings need a tokenizer; this model directory has none", "stop")
-        group_id = request_id or f"request-{next(self._ids)}"
+            raise InvalidRequestError("stop strings need a tokenizer; this model came without one", "stop")
+        group_id = request_id or next(name for i in self._ids if (name := f"request-{i}") not in self._groups)
         eos = self.tokenizer.eos_token_ids if self.tokenizer is not None else ()
         request = Request(
             request_id=group_id,
             prompt_token_ids=token_ids,
             params=params,
-            eos_token_ids=tuple(dict.fromkeys((*self.traits.eos_token_ids, *eos))),
+            # A tokenizer may know more tokens than the model has rows for.
+            eos_token_ids=tuple(dict.fromkeys(i for i in (*self.traits.eos_token_ids, *eos) if i < vocab)),
             cache_salt=cache_salt,
             capture_hidden=capture_hidden,
             arrival_time=time.monotonic(),
         )
-        group = _Group(request, text, [])
-        for index in range(params.n):
-            member = replace(request, request_id=f"{group_id}#{index}", params=params.single(index))
+        members = [
+            replace(request, request_id=f"{group_id}#{index}", params=params.single(index)) for index in range(params.n)
+        ]
+        builders = [
+            OutputBuilder(member, index, self.tokenizer, continues_text=text is not None)
+            for index, member in enumerate(members)
+        ]
+        for member, builder in zip(members, builders, strict=True):
+            # The samples differ in their seed alone: the first is refused, or none.
             self._worker.add_request(member)
-            builder = OutputBuilder(member, index, self.tokenizer, continues_text=text is not None)
-            group.builders.append(builder)
             self._members[member.request_id] = (group_id, builder)
-        self._groups[group_id] = group
+        self._groups[group_id] = _Group(request, text, builders)
         return group_id
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a prompt. Raises InvalidRequestError when the model came without a tokenizer."""
         if self.tokenizer is None:
             raise InvalidRequestError(
-                "this model directory has no tokenizer (tokenizer.json or tiktoken.model); give token ids", "prompt"
+                "this model came without a tokenizer (tokenizer.json, tiktoken.model, or in its GGUF); give token ids",
+                "prompt",
             )
         return self.tokenizer.encode(text)
 
     def step(self) -> list[TextDelta]:
-        """Run one step; returns what became visible, with the ids that `add_prompt` returned."""
+        """Run one step; returns what became visible, with the ids that `add_prompt` returned.
+
+        A request that alone can't go on ends with a delta that holds its `error`. When the step itself raises, every
+        request is forgotten, and the engine takes new ones.
+        """
+        try:
+            outputs = self._worker.step()
+        except BaseException:
+            for group_id in list(self._groups):
+                self.abort(group_id)
+            raise
         deltas = []
-        for output in self._worker.step():
+        for output in outputs:
             group_id, builder = self._members[output.request_id]
             delta = replace(builder.push(output), request_id=group_id)
             if delta.finish_reason is not None:
@@ -171,6 +192,10 @@ class Engine:
         """[prompt tokens, captured layers * hidden] of a prompt added with `capture_hidden`, before `take_result`."""
         return self._groups[request_id].builders[0].hidden_rows()
 
+    def knows(self, request_id: str) -> bool:
+        """Whether the prompt is still here: neither taken nor aborted."""
+        return request_id in self._groups
+
     def is_finished(self, request_id: str) -> bool:
         return all(builder.finish_reason is not None for builder in self._groups[request_id].builders)
 
@@ -197,8 +222,16 @@ class _Group:
     builders: list[OutputBuilder]
 
 
+def _checked_ids(prompt: Sequence[int]) -> tuple[int, ...]:
+    """Plain ints of a list, an array or a tensor."""
+    try:
+        return tuple(operator.index(token_id) for token_id in prompt)
+    except TypeError:
+        raise InvalidRequestError("a prompt is text or a list of token ids", "prompt") from None
+
+
 def load_tokenizer(checkpoint: Checkpoint, chat_template: str | None = None) -> Tokenizer | None:
-    """The checkpoint's tokenizer; None when its directory has none, and prompts must be token ids.
+    """The checkpoint's tokenizer; None when it comes without one, and prompts must be token ids.
 
     `chat_template` is a Jinja file that replaces the model's own template.
 
@@ -212,6 +245,8 @@ def load_tokenizer(checkpoint: Checkpoint, chat_template: str | None = None) -> 
         except OSError as error:
             raise PellucidError(f"--chat-template {chat_template}: {error.strerror}; give a readable file") from None
     if checkpoint.gguf_metadata is not None:
+        if "tokenizer.ggml.model" not in checkpoint.gguf_metadata:
+            return None
         return Tokenizer.from_gguf(checkpoint.gguf_metadata, template)
     if any((checkpoint.path / name).exists() for name in TOKENIZER_FILES):
         return Tokenizer.from_directory(checkpoint.path, template)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pellucid.core import InvalidRequestError, RequestOutput, SamplingParams
+from pellucid.core import InvalidRequestError, PellucidError, RequestOutput, SamplingParams
 from pellucid.engine.engine import DebugModes, Engine, Prompt
 from pellucid.engine.output import TextDelta
 from pellucid.models.weights import LoadProgress
@@ -61,19 +62,24 @@ class LLM:
         debug: DebugModes | None = None,
         **engine_args: Any,
     ) -> None:
-        self.engine = Engine(
+        engine = Engine(
             EngineArgs(model=str(model), **engine_args),
             capture_layers=capture_layers,
             on_progress=on_progress,
             debug=debug,
         )
+        self._attach(engine)
 
     @classmethod
     def from_engine(cls, engine: Engine) -> LLM:
         """An `LLM` around an engine that is already there."""
         llm = cls.__new__(cls)
-        llm.engine = engine
+        llm._attach(engine)
         return llm
+
+    def _attach(self, engine: Engine) -> None:
+        self.engine = engine
+        self._streams: dict[str, deque[TextDelta]] = {}
 
     @property
     def plan(self) -> ExecutionPlan:
@@ -93,20 +99,10 @@ class LLM:
 
         Raises:
             InvalidRequestError: a prompt or its parameters can't be served; no prompt of the call is run.
+            PellucidError: a request could not go on, such as where the model's logits are NaN.
         """
         batch = _as_batch(prompts)
-        each = _params_for(batch, params)
-        ids: list[str] = []
-        try:
-            for prompt, one in zip(batch, each, strict=True):
-                ids.append(self.engine.add_prompt(prompt, one))
-            while self.engine.has_unfinished():
-                self.engine.step()
-        except BaseException:
-            # Whatever stopped us (a bad prompt, Ctrl-C), leave no request of this call behind.
-            for request_id in ids:
-                self.engine.abort(request_id)
-            raise
+        ids = self._run(batch, _params_for(batch, params))
         return [self.engine.take_result(request_id) for request_id in ids]
 
     def chat(
@@ -124,11 +120,24 @@ class LLM:
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[TextDelta]:
         """Deltas of one prompt as they come. Closing the iterator early aborts the request."""
-        request_id = self.engine.add_prompt(prompt, params or SamplingParams())
+        params = params or SamplingParams()
+        request_id = self.engine.add_prompt(prompt, params)
+        deltas = self._streams[request_id] = deque()
+        unfinished = params.n
         try:
-            while not self.engine.is_finished(request_id):
-                yield from (delta for delta in self.engine.step() if delta.request_id == request_id)
+            while unfinished:
+                if not deltas:
+                    self._step()
+                    if not self.engine.knows(request_id):
+                        raise PellucidError(f"{request_id} was aborted")
+                while deltas:
+                    delta = deltas.popleft()
+                    if delta.error is not None:
+                        raise delta.error
+                    unfinished -= delta.finish_reason is not None
+                    yield delta
         finally:
+            del self._streams[request_id]
             self.engine.abort(request_id)
 
     def stream_chat(
@@ -150,18 +159,16 @@ class LLM:
             raise InvalidRequestError("this model directory has no tokenizer, so no chat template", "messages")
         return self.engine.tokenizer.apply_chat_template(messages, tools, **arguments)
 
-    def hidden_states(self, prompts: Sequence[Prompt]) -> list[HiddenStates]:
+    def hidden_states(self, prompts: Prompt | Sequence[Prompt]) -> list[HiddenStates]:
         """Rows for every prompt token, whatever the prefix cache holds and however prefill is chunked.
 
         Raises:
-            InvalidRequestError: the engine was made without `capture_layers`.
+            InvalidRequestError: the engine was made without `capture_layers`, or a prompt can't be served.
         """
         if not self.engine.capture_layers:
             raise InvalidRequestError("no layers to capture; make the LLM with capture_layers=[...]", "capture_layers")
-        params = SamplingParams(max_tokens=0)
-        ids = [self.engine.add_prompt(prompt, params, capture_hidden=True) for prompt in prompts]
-        while self.engine.has_unfinished():
-            self.engine.step()
+        batch = _as_batch(prompts)
+        ids = self._run(batch, [SamplingParams(max_tokens=0)] * len(batch), capture_hidden=True)
         states = []
         for request_id in ids:
             rows = self.engine.hidden_rows(request_id)
@@ -169,12 +176,41 @@ class LLM:
             states.append(HiddenStates(prompt_ids, self.engine.capture_layers, rows))
         return states
 
+    def _run(
+        self, prompts: Sequence[Prompt], params: Sequence[SamplingParams], *, capture_hidden: bool = False
+    ) -> list[str]:
+        """Add all and step until they are finished; their ids, whose results are to be taken."""
+        ids: list[str] = []
+        try:
+            for prompt, one in zip(prompts, params, strict=True):
+                ids.append(self.engine.add_prompt(prompt, one, capture_hidden=capture_hidden))
+            mine = frozenset(ids)
+            for request_id in ids:
+                while not self.engine.is_finished(request_id):
+                    for delta in self._step():
+                        if delta.error is not None and delta.request_id in mine:
+                            raise delta.error
+        except BaseException:
+            # Whatever stopped us (a bad prompt, Ctrl-C), leave no request of this call behind.
+            for request_id in ids:
+                self.engine.abort(request_id)
+            raise
+        return ids
+
+    def _step(self) -> list[TextDelta]:
+        """One step of the engine, in which every open stream gets what is its own."""
+        deltas = self.engine.step()
+        for delta in deltas:
+            if delta.request_id in self._streams:
+                self._streams[delta.request_id].append(delta)
+        return deltas
+
 
 def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """`generate` takes one prompt or several; a flat list of ids is one prompt."""
     if isinstance(prompts, str):
         return [prompts]
-    if prompts and isinstance(prompts[0], int):
+    if len(prompts) and hasattr(prompts[0], "__index__"):
         return [prompts]  # type: ignore[list-item]
     return list(prompts)  # type: ignore[arg-type]
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from pellucid.core import (
     CompletionOutput,
     FinishReason,
+    PellucidError,
     Request,
     RequestMetrics,
     TokenLogprobs,
@@ -26,7 +27,8 @@ if TYPE_CHECKING:
 class TextDelta:
     """What became visible of one sample after a step. `text` may be empty while a stop string may be forming.
 
-    `finish_reason` is set on the last delta of a sample, with its `metrics`.
+    `finish_reason` is set on the last delta of a sample, with its `metrics`. It is "abort" when the sample could not
+    go on, and `error` says why.
     """
 
     request_id: str
@@ -37,6 +39,7 @@ class TextDelta:
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
     metrics: RequestMetrics | None = None
+    error: PellucidError | None = None
 
 
 class OutputBuilder:
@@ -90,7 +93,9 @@ class OutputBuilder:
         self._text.append(text)
         logprobs = (output.logprobs,) if output.logprobs is not None else ()
         metrics = self.metrics if finish is not None else None
-        return TextDelta(self.request.request_id, self.index, text, new_ids, logprobs, finish, reason, metrics)
+        return TextDelta(
+            self.request.request_id, self.index, text, new_ids, logprobs, finish, reason, metrics, output.error
+        )
 
     def result(self) -> CompletionOutput:
         return CompletionOutput(
@@ -120,7 +125,11 @@ class OutputBuilder:
         return not ended_by_id or self.request.params.include_stop_str_in_output
 
     def _add_text(self, ids: tuple[int, ...]) -> str:
-        return "" if self._detokenizer is None else self._stops.push(self._detokenizer.push(ids))
+        if self._detokenizer is None:
+            return ""
+        text = self._detokenizer.push(ids)
+        # The text of the first `min_tokens` tokens never holds a stop string, nor the beginning of one.
+        return text if len(self.token_ids) <= self.request.params.min_tokens else self._stops.push(text)
 
     def _flush(self) -> str:
         if self._detokenizer is None:

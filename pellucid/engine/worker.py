@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from pellucid.core import FinishReason, Request, TokenLogprobs
+from pellucid.core import FinishReason, PellucidError, Request, TokenLogprobs
 from pellucid.runner.model_runner import ModelRunner
 from pellucid.scheduler.scheduler import Scheduler
-from pellucid.step_plan import SchedulerStats, SequenceUpdate
+from pellucid.step_plan import SchedulerStats, SequenceUpdate, StepPlan
 
 if TYPE_CHECKING:
     import torch
@@ -19,7 +19,8 @@ class StepOutput:
     """What one step did for one request. `token_id` is None for a prefill chunk, or when nothing was sampled.
 
     `prompt_logprobs` and `hidden` belong to this step's rows, the first of which is position `start`. After a
-    preemption positions come again, and rows past the prompt may come with them.
+    preemption positions come again, and rows past the prompt may come with them. `error` is why this request alone
+    could not go on; it has ended with "abort".
     """
 
     request_id: str
@@ -32,6 +33,7 @@ class StepOutput:
     preemptions: int = 0
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     hidden: torch.Tensor | None = None
+    error: PellucidError | None = None
 
 
 class Worker:
@@ -59,17 +61,30 @@ class Worker:
         return self._scheduler.has_unfinished()
 
     def step(self) -> list[StepOutput]:
-        """One step of the model, or nothing when no request is unfinished."""
+        """One step of the model, or nothing when no request is unfinished.
+
+        A step that raises (a kernel failed, or Ctrl-C) ends the requests it computed; the worker can go on.
+        """
         plan = self._scheduler.plan_step()
         if plan is None:
             return []
-        result = self._runner.step(plan)
-        updates = {
-            update.request_id: update
-            for update in self._scheduler.commit(plan, {k: token.token_id for k, token in result.sampled.items()})
-        }
+        try:
+            result = self._runner.step(plan)
+        except BaseException:
+            self._drop(plan)
+            raise
+        for request_id in result.failed:
+            self.abort(request_id)
+        tokens = {request_id: token.token_id for request_id, token in result.sampled.items()}
+        # The scheduler passes over requests that have ended, but asks for a token of every row.
+        tokens |= dict.fromkeys(result.failed, 0)
+        updates = {update.request_id: update for update in self._scheduler.commit(plan, tokens)}
         outputs = []
         for row in plan.scheduled:
+            if row.request_id in result.failed:
+                error = result.failed[row.request_id]
+                outputs.append(StepOutput(row.request_id, row.start, finish_reason="abort", error=error))
+                continue
             update = updates.get(row.request_id)
             prompt_logprobs = tuple(result.prompt_logprobs.get(row.request_id, ()))
             hidden = result.hidden.get(row.request_id)
@@ -94,6 +109,12 @@ class Worker:
             if update.finish_reason is not None:
                 self._runner.remove_request(row.request_id)
         return outputs
+
+    def _drop(self, plan: StepPlan) -> None:
+        """End the requests of a step that gave no result, and free their pages."""
+        for row in plan.scheduled:
+            self.abort(row.request_id)
+        self._scheduler.commit(plan, dict.fromkeys((row.request_id for row in plan.scheduled), 0))
 
     def stats(self) -> SchedulerStats:
         return self._scheduler.stats()

@@ -129,14 +129,6 @@ class CpuLibrary:
         self._library.pellucid_silu_mul(gate_up.data_ptr(), gate_up.stride(0), out.data_ptr(), rows, n, self.threads)
         return out
 
-    def argmax(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Index int64 and value of the largest of each row of x [rows, n]; a NaN counts as the largest."""
-        index, value = self._torch.empty(x.shape[0], dtype=self._torch.int64), self._torch.empty(x.shape[0])
-        self._library.pellucid_argmax(
-            x.data_ptr(), x.stride(0), x.shape[0], x.shape[1], index.data_ptr(), value.data_ptr(), self.threads
-        )
-        return index, value
-
     def linear(
         self, x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None, out: torch.Tensor, accumulate: bool
     ) -> None:
@@ -208,8 +200,8 @@ class CpuLibrary:
         tokens, heads, dk = q.shape
         out = self._torch.empty(tokens, heads, value_dim)
         self._library.pellucid_paged_attention(
-            q.data_ptr(), q.stride(0), out.data_ptr(), keys.data_ptr(), values.data_ptr(), keys.stride(1), values.stride(1),
-            value_head_stride, page_table.data_ptr(), page_table.stride(0), sequence.data_ptr(), context.data_ptr(),
+            q.data_ptr(), q.stride(0), out.data_ptr(), keys.data_ptr(), values.data_ptr(), keys.stride(1),
+            values.stride(1), value_head_stride, page_table.data_ptr(), page_table.stride(0), sequence.data_ptr(), context.data_ptr(),
             tokens, heads, num_kv_heads, dk, value_dim, keys.shape[1], scale, self.threads,
         )  # fmt: skip
         return out
@@ -296,7 +288,6 @@ _SIGNATURES: dict[str, list[type]] = {
     "pellucid_rope": [_POINTER, _LONG, _LONG, _LONG, _LONG, _POINTER, _POINTER, _LONG, _INT],
     "pellucid_cache_write": [_POINTER, _LONG, _POINTER, _POINTER, _LONG, _LONG],
     "pellucid_silu_mul": [_POINTER, _LONG, _POINTER, _LONG, _LONG, _INT],
-    "pellucid_argmax": [_POINTER, _LONG, _LONG, _LONG, _POINTER, _POINTER, _INT],
     "pellucid_paged_attention": [
         _POINTER, _LONG, _POINTER, _POINTER, _POINTER, _LONG, _LONG, _LONG, _POINTER, _LONG, _POINTER, _POINTER,
         _LONG, _LONG, _LONG, _LONG, _LONG, _LONG, _FLOAT, _INT

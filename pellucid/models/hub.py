@@ -99,6 +99,7 @@ def _download(name: str) -> Path:
         raise PellucidError(
             f"{name} is neither a local path nor a hub model you can read; try `hf auth login`"
         ) from None
-    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-        first = str(error).strip().splitlines()[0]
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
+        # ValueError: a name that the hub does not allow.
+        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise PellucidError(f"{name} is not a local path, and downloading it failed: {first}") from None

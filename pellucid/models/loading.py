@@ -48,7 +48,8 @@ def _check_formats(text: TextTensors) -> None:
     """Refuse weights that no loader here reads, before any is read."""
     for name, info in text.by_name.items():
         stored_by_gguf = info.file.suffix == ".gguf"
-        if not stored_by_gguf and name.endswith(".weight") and info.dtype not in SAFETENSORS_SCHEMES:
+        loaded = name.endswith((".weight", ".bias", "_correction_bias"))
+        if not stored_by_gguf and loaded and info.dtype not in SAFETENSORS_SCHEMES:
             raise CheckpointError(
                 f"{name} is stored as {info.dtype}; this version loads BF16, F16 and F32 safetensors, and GGUF"
             )

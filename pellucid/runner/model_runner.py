@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from pellucid.attention.base import AttentionBackend
-from pellucid.core import Request, TokenLogprobs
+from pellucid.core import PellucidError, Request, TokenLogprobs
 from pellucid.kernels.context import KernelContext
 from pellucid.kvcache.pool import KVPool
 from pellucid.models.loading import load_decoder
@@ -27,13 +27,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What one step produced, by request id.
+    """What one step produced, by request id. A row to sample is in `sampled`, or in `failed` with the reason.
 
     `prompt_logprobs`: entry i belongs to the token after the i-th row of this step. `hidden`: rows of this step,
     [rows, captured layers * hidden], in the order of `ModelRunner.capture`.
     """
 
     sampled: dict[str, SampledToken] = field(default_factory=dict)
+    failed: dict[str, PellucidError] = field(default_factory=dict)
     prompt_logprobs: dict[str, list[TokenLogprobs]] = field(default_factory=dict)
     hidden: dict[str, torch.Tensor] = field(default_factory=dict)
 
@@ -134,9 +135,12 @@ class ModelRunner:
                 states.append(state)
         if states:
             picked = logits if len(chosen_rows) == logits.shape[0] else logits[chosen_rows]
-            for state, token in zip(states, sample(picked, states), strict=True):
-                state.append(token.token_id)
-                result.sampled[state.request.request_id] = token
+            for state, found in zip(states, sample(picked, states), strict=True):
+                if isinstance(found, PellucidError):
+                    result.failed[state.request.request_id] = found
+                else:
+                    state.append(found.token_id)
+                    result.sampled[state.request.request_id] = found
         return result
 
 

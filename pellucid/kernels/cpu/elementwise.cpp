@@ -1,6 +1,5 @@
 // RMSNorm, rotary embedding, KV-cache writes and SwiGLU. Bound by pellucid/kernels/cpu_library.py.
 // Rows are independent and each is computed in one fixed order: results do not depend on the batch.
-#include <algorithm>
 #include <cmath>
 
 #include "pool.h"
@@ -33,27 +32,6 @@ static inline float mean_square(const float* x, int64_t n) {
   float total = sum(acc);
   for (; i < n; ++i) total += x[i] * x[i];
   return total / n;
-}
-
-// The largest element, or NaN if there is one.
-static inline float largest(const float* x, int64_t n) {
-  f32x16 top = f32x16{} + x[0], poisoned = {};
-  int64_t i = 0;
-  for (; i + LANES <= n; i += LANES) {
-    const f32x16 v = load<f32x16>(x + i);
-    top = v > top ? v : top;
-    poisoned += v * 0.0f;  // becomes NaN with the first NaN (or infinity) and stays so
-  }
-  float best = x[0], poison = sum(poisoned);
-  for (int l = 0; l < LANES; ++l) best = std::max(best, top[l]);
-  for (; i < n; ++i) {
-    best = std::max(best, x[i]);
-    poison += x[i] * 0.0f;
-  }
-  if (poison == 0.0f) return best;
-  for (i = 0; i < n; ++i)
-    if (x[i] != x[i]) return x[i];
-  return best;
 }
 
 }  // namespace
@@ -102,20 +80,6 @@ void pellucid_silu_mul(const float* gate_up, int64_t stride, float* out, int64_t
         store(to + i, g / (exp16(-g) + 1.0f) * load<f32x16>(up + i));
       }
       for (; i < n; ++i) to[i] = gate[i] / (1.0f + std::exp(-gate[i])) * up[i];
-    }
-  });
-}
-
-// Index and value of the largest of each row; the first of equals, and the first NaN if there is one.
-void pellucid_argmax(const float* x, int64_t stride, int64_t rows, int64_t n, int64_t* index, float* value, int threads) {
-  Pool::run(threads, rows, 1, [&](int64_t begin, int64_t end) {
-    for (int64_t r = begin; r < end; ++r) {
-      const float* from = x + r * stride;
-      const float top = largest(from, n);
-      int64_t best = 0;
-      while (from[best] != top && from[best] == from[best]) ++best;
-      index[r] = best;
-      value[r] = from[best];
     }
   });
 }
