@@ -53,7 +53,7 @@ class PlanError(PellucidError):
 class SamplingParams:
     """How to choose the next token, and when to stop. Names and defaults as in vLLM.
 
-    `temperature=0` is greedy. `top_k=0` and `top_p=1` are off. `max_tokens=None` means up to the
+    `temperature=0` is greedy. `top_k=0` (or -1) and `top_p=1` are off. `max_tokens=None` means up to the
     context length. `seed` makes a request reproducible whatever it is batched with.
 
     Raises:
@@ -88,10 +88,14 @@ class SamplingParams:
             object.__setattr__(self, name, (value,) if isinstance(value, str) else tuple(value))
         if self.allowed_token_ids is not None:
             object.__setattr__(self, "allowed_token_ids", tuple(self.allowed_token_ids))
-        for name, low, high in _RANGES:
+        # -1 is vLLM's other way to say "all".
+        if self.top_k == -1:
+            object.__setattr__(self, "top_k", 0)
+        for name, kind, low, high in _RANGES:
             value = getattr(self, name)
-            if value is not None and not (_is_number(value) and low <= value <= high):
-                raise InvalidRequestError(f"{name} must be in [{low:g}, {high:g}], got {value!r}", name)
+            if value is not None and not (_is_number(value, kind) and low <= value <= high):
+                noun = "an integer" if kind is int else "a number"
+                raise InvalidRequestError(f"{name} must be {noun} in [{low:g}, {high:g}], got {value!r}", name)
         if not self.repetition_penalty > 0:
             raise InvalidRequestError(
                 f"repetition_penalty must be above 0, got {self.repetition_penalty!r}", "repetition_penalty"
@@ -102,6 +106,10 @@ class SamplingParams:
             )
         if any(not s for s in self.stop):
             raise InvalidRequestError("stop strings must not be empty", "stop")
+        for token_id, bias in self.logit_bias.items():
+            # Minus infinity bans a token; plus infinity would leave the others no probability to speak of.
+            if not _is_number(bias, float) or bias == math.inf:
+                raise InvalidRequestError(f"logit_bias[{token_id}] must be a number, got {bias!r}", "logit_bias")
         if self.allowed_token_ids == ():
             raise InvalidRequestError("allowed_token_ids must not be empty", "allowed_token_ids")
 
@@ -120,34 +128,38 @@ class SamplingParams:
                 check_token_id(token_id, vocab_size, name)
 
     def single(self, index: int) -> SamplingParams:
-        """The parameters of the `index`-th of `n` samples: n=1, and a seed of its own if seeded."""
+        """The parameters of the `index`-th of `n` samples: n=1, a seed of its own if seeded, the prompt scored once."""
         seed = None if self.seed is None else self.seed + index
-        return replace(self, n=1, seed=seed)
+        return replace(self, n=1, seed=seed, prompt_logprobs=None if index else self.prompt_logprobs)
 
 
-_RANGES: tuple[tuple[str, float, float], ...] = (
-    ("n", 1, 128),
-    ("temperature", 0.0, 100.0),
-    ("top_p", 1e-6, 1.0),
-    ("top_k", 0, math.inf),
-    ("min_p", 0.0, 1.0),
-    ("repetition_penalty", 0.0, 100.0),
-    ("presence_penalty", -2.0, 2.0),
-    ("frequency_penalty", -2.0, 2.0),
-    ("min_tokens", 0, math.inf),
-    ("max_tokens", 0, math.inf),
-    ("logprobs", 0, MAX_LOGPROBS),
-    ("prompt_logprobs", 0, MAX_LOGPROBS),
-    ("seed", -(2**63), 2**63 - 1),
+_RANGES: tuple[tuple[str, type, float, float], ...] = (
+    ("n", int, 1, 128),
+    ("temperature", float, 0.0, 100.0),
+    ("top_p", float, 1e-6, 1.0),
+    ("top_k", int, 0, math.inf),
+    ("min_p", float, 0.0, 1.0),
+    ("repetition_penalty", float, 0.0, 100.0),
+    ("presence_penalty", float, -2.0, 2.0),
+    ("frequency_penalty", float, -2.0, 2.0),
+    ("min_tokens", int, 0, math.inf),
+    ("max_tokens", int, 0, math.inf),
+    ("logprobs", int, 0, MAX_LOGPROBS),
+    ("prompt_logprobs", int, 0, MAX_LOGPROBS),
+    ("seed", int, -(2**63), 2**63 - 1),
 )
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and not math.isnan(value)
+def _is_number(value: Any, kind: type) -> bool:
+    if isinstance(value, bool) or not isinstance(value, int if kind is int else (int, float)):
+        return False
+    return not math.isnan(value)
 
 
 def check_token_id(token_id: int, vocab_size: int, param: str) -> None:
-    """Raises InvalidRequestError unless `0 <= token_id < vocab_size`."""
+    """Raises InvalidRequestError unless `token_id` is an integer in `[0, vocab_size)`."""
+    if not isinstance(token_id, int) or isinstance(token_id, bool):
+        raise InvalidRequestError(f"{param}: token ids are integers, got {token_id!r}", param)
     if not 0 <= token_id < vocab_size:
         raise InvalidRequestError(f"{param}: token id {token_id} is outside the vocabulary [0, {vocab_size})", param)
 

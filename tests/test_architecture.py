@@ -31,7 +31,7 @@ MAX_FILE_LINES = 400
 MAX_PACKAGE_LINES = 18_000
 
 ARCHITECTURE = re.compile(
-    r"For(CausalLM|ConditionalGeneration)\b|deepseek_?v?[23]|kimi_|moonlight|glm4|glm_moe|qwen[23]|\bllama\b|mistral_",
+    r"For(CausalLM|ConditionalGeneration)\b|deepseek_?v?[23]|kimi_|moonlight|glm4|glm_moe|qwen[23]|\bllama\b(?![.-]cpp)|mistral_",
 )
 # GGUF names tokenizers (not models) by the model they came from.
 NAMES_ALLOWED = {"models/registry.py", "tokenizer/pre_tokenizers.py", "tokenizer/from_gguf.py"}

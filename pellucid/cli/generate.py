@@ -19,7 +19,7 @@ from pellucid.core import InvalidRequestError
 @click.option("--prompt", help="The text to continue; read from standard input when not given.")
 @click.option("--chat", is_flag=True, help="Send the prompt as a user's turn through the model's chat template.")
 @click.option("--system", help="System message, with --chat.")
-@click.option("--plan", "show_plan", is_flag=True, help="Print the plan first: what runs, and why.")
+@click.option("--plan", "show_plan", is_flag=True, help="Print the plan afterwards: what ran, and why.")
 @click.option("--json", "as_json", is_flag=True, help="Print the whole result as JSON instead of streaming text.")
 @sampling_options
 @engine_options
@@ -50,10 +50,6 @@ def generate(
     ready = time.monotonic()
     if prompt is None:
         prompt = sys.stdin.read()
-    if show_plan:
-        from pellucid.selection.explain import render
-
-        click.echo(render(llm.plan, llm.engine.notes) + "\n", err=as_json)
     turns = [{"role": "system", "content": system}] if system else []
     tokens = llm.apply_chat_template([*turns, {"role": "user", "content": prompt}]) if chat else prompt
     pieces: list[str] = []
@@ -74,7 +70,8 @@ def generate(
         "finish_reason": last.finish_reason,
     }
     if as_json:
-        click.echo(json.dumps({"text": "".join(pieces), **summary}, ensure_ascii=False))
+        plan = {"plan": llm.plan.to_json()} if show_plan else {}
+        click.echo(json.dumps({"text": "".join(pieces), **summary, **plan}, ensure_ascii=False))
         return
     click.echo()
     click.echo(
@@ -82,6 +79,10 @@ def generate(
         f"{count} tokens, {last.finish_reason}]",
         err=True,
     )
+    if show_plan:
+        from pellucid.selection.explain import render
+
+        click.echo("\nIt ran on this plan:\n\n" + render(llm.plan, llm.engine.notes))
 
 
 def _rounded(value: float | None) -> float | None:

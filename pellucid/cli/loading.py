@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 from pellucid.engine.engine import Engine
 from pellucid.engine.llm import LLM
 from pellucid.selection.args import EngineArgs
@@ -9,7 +11,8 @@ from pellucid.utils.progress import StatusLine
 
 
 def load_llm(args: EngineArgs) -> LLM:
-    """Raises PellucidError as `LLM` does."""
+    """Raises PellucidError as `LLM` does. What takes long before weights load (a download, a build) says so."""
+    logging.basicConfig(format="%(message)s", level=logging.INFO)
     status = StatusLine("loading")
     try:
         return LLM.from_engine(Engine(args, on_progress=status.update))

@@ -46,7 +46,15 @@ def cli() -> None:
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line. A failure the user can act on is one line on stderr and its exit code, no traceback."""
     try:
-        cli.main(args=None if argv is None else list(argv), prog_name="pellucid")
+        code = cli.main(args=None if argv is None else list(argv), prog_name="pellucid", standalone_mode=False)
     except PellucidError as error:
         click.echo(f"error: {error}", err=True)
         sys.exit(error.exit_code)
+    except click.ClickException as error:
+        context = getattr(error, "ctx", None)
+        where = f" (see: {context.command_path} --help)" if context is not None else ""
+        click.echo(f"error: {error.format_message()}{where}", err=True)
+        sys.exit(error.exit_code)
+    except (click.Abort, KeyboardInterrupt):
+        sys.exit(130)
+    sys.exit(code if isinstance(code, int) else 0)

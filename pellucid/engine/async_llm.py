@@ -8,12 +8,14 @@ import queue
 import threading
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from pellucid.core import PellucidError, SamplingParams
-from pellucid.engine.engine import Engine, Prompt
+from pellucid.engine.engine import EncodedPrompt, Engine, Prompt
 from pellucid.engine.output import TextDelta
+from pellucid.models.weights import LoadProgress
 from pellucid.selection.args import EngineArgs
 
 Command = tuple[Callable[[], Any], "Future[Any]"]
@@ -29,8 +31,14 @@ class AsyncLLM:
     `close` stops the thread; requests in flight then raise PellucidError. Also an async context manager.
     """
 
-    def __init__(self, model: str | Path, **engine_args: Any) -> None:
-        self.engine = Engine(EngineArgs(model=str(model), **engine_args))
+    def __init__(
+        self,
+        model: str | Path,
+        *,
+        on_progress: Callable[[LoadProgress], None] | None = None,
+        **engine_args: Any,
+    ) -> None:
+        self.engine = Engine(EngineArgs(model=str(model), **engine_args), on_progress=on_progress)
         self._commands: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
         self._subscribers: dict[str, Subscriber] = {}
         self._failure: PellucidError | None = None
@@ -38,7 +46,9 @@ class AsyncLLM:
         self._thread = threading.Thread(target=self._loop, name="pellucid-engine", daemon=True)
         self._thread.start()
 
-    async def generate(self, prompt: Prompt, params: SamplingParams | None = None) -> AsyncIterator[TextDelta]:
+    async def generate(
+        self, prompt: Prompt, params: SamplingParams | None = None, *, cache_salt: str = ""
+    ) -> AsyncIterator[TextDelta]:
         """Deltas of all samples of one prompt. Leaving the iteration early aborts the request within one step.
 
         Raises:
@@ -46,13 +56,16 @@ class AsyncLLM:
             PellucidError: the request could not go on, or the engine has stopped.
         """
         params = params or SamplingParams()
+        # Off the event loop and off the engine's thread: a long prompt must stall no stream.
+        encoded = await asyncio.to_thread(self.engine.encode_prompt, prompt)
         deltas: asyncio.Queue[TextDelta | PellucidError] = asyncio.Queue()
         subscriber = (asyncio.get_running_loop(), deltas)
         # Named here, so that a caller who is cancelled while still waiting to be added can be removed too.
         request_id = f"async-{next(self._ids)}"
         unfinished = params.n
         try:
-            await asyncio.wrap_future(self._submit(lambda: self._subscribe(request_id, prompt, params, subscriber)))
+            add = partial(self._subscribe, request_id, encoded, params, cache_salt, subscriber)
+            await asyncio.wrap_future(self._submit(add))
             while unfinished:
                 delta = await deltas.get()
                 if isinstance(delta, PellucidError):
@@ -84,8 +97,10 @@ class AsyncLLM:
             self._refuse_commands(self._failure)
         return future
 
-    def _subscribe(self, request_id: str, prompt: Prompt, params: SamplingParams, subscriber: Subscriber) -> None:
-        self.engine.add_prompt(prompt, params, request_id=request_id)
+    def _subscribe(
+        self, request_id: str, prompt: EncodedPrompt, params: SamplingParams, cache_salt: str, subscriber: Subscriber
+    ) -> None:
+        self.engine.add_prompt(prompt, params, request_id=request_id, cache_salt=cache_salt)
         self._subscribers[request_id] = subscriber
 
     def _unsubscribe(self, request_id: str) -> None:

@@ -7,6 +7,7 @@ import operator
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,6 +17,7 @@ from pellucid.engine.worker import Worker
 from pellucid.hardware.facts import Hardware
 from pellucid.hardware.probe import probe
 from pellucid.models.checkpoint import Checkpoint
+from pellucid.models.fingerprint import fingerprint
 from pellucid.models.hub import resolve_model
 from pellucid.models.weights import LoadProgress
 from pellucid.runner.model_runner import ModelRunner
@@ -32,7 +34,16 @@ from pellucid.traits.model import ModelTraits
 if TYPE_CHECKING:
     import torch
 
-Prompt = str | Sequence[int]
+
+@dataclass(frozen=True, slots=True)
+class EncodedPrompt:
+    """A prompt ready for the engine. `text` is None when it came as token ids."""
+
+    text: str | None
+    token_ids: tuple[int, ...]
+
+
+Prompt = str | Sequence[int] | EncodedPrompt
 
 TOKENIZER_FILES = ("tokenizer.json", "tiktoken.model")
 
@@ -76,6 +87,9 @@ class Engine:
         self.tokenizer = load_tokenizer(checkpoint, args.chat_template)
         self.capture_layers = _check_layers(capture_layers, self.traits.num_layers)
         runner = ModelRunner(self.traits, checkpoint.tensors, self.plan, self.capture_layers, on_progress)
+        known = (*self.traits.eos_token_ids, *(self.tokenizer.eos_token_ids if self.tokenizer is not None else ()))
+        # A tokenizer may know more tokens than the model has rows for.
+        self._eos_token_ids = tuple(dict.fromkeys(i for i in known if i < self.traits.vocab_size))
         self._worker = Worker(Scheduler(_scheduler_config(self.plan, debug or DebugModes())), runner)
         self._groups: dict[str, _Group] = {}
         self._members: dict[str, tuple[str, OutputBuilder]] = {}
@@ -97,24 +111,16 @@ class Engine:
         """
         if request_id is not None and request_id in self._groups:
             raise InvalidRequestError(f"request_id {request_id!r} is in use; give each request its own", "request_id")
-        text = prompt if isinstance(prompt, str) else None
-        token_ids = tuple(self.encode(prompt)) if isinstance(prompt, str) else _checked_ids(prompt)
-        vocab = self.traits.vocab_size
-        for token_id in token_ids:
-            check_token_id(token_id, vocab, "prompt")
-        if not token_ids:
-            raise InvalidRequestError("the prompt is empty; send at least one token", "prompt")
-        params.check_vocabulary(vocab)
+        encoded = self.encode_prompt(prompt)
+        params.check_vocabulary(self.traits.vocab_size)
         if params.stop and self.tokenizer is None:
             raise InvalidRequestError("stop strings need a tokenizer; this model came without one", "stop")
         group_id = request_id or next(name for i in self._ids if (name := f"request-{i}") not in self._groups)
-        eos = self.tokenizer.eos_token_ids if self.tokenizer is not None else ()
         request = Request(
             request_id=group_id,
-            prompt_token_ids=token_ids,
+            prompt_token_ids=encoded.token_ids,
             params=params,
-            # A tokenizer may know more tokens than the model has rows for.
-            eos_token_ids=tuple(dict.fromkeys(i for i in (*self.traits.eos_token_ids, *eos) if i < vocab)),
+            eos_token_ids=self._eos_token_ids,
             cache_salt=cache_salt,
             capture_hidden=capture_hidden,
             arrival_time=time.monotonic(),
@@ -123,15 +129,35 @@ class Engine:
             replace(request, request_id=f"{group_id}#{index}", params=params.single(index)) for index in range(params.n)
         ]
         builders = [
-            OutputBuilder(member, index, self.tokenizer, continues_text=text is not None)
+            OutputBuilder(member, index, self.tokenizer, continues_text=encoded.text is not None)
             for index, member in enumerate(members)
         ]
-        for member, builder in zip(members, builders, strict=True):
-            # The samples differ in their seed alone: the first is refused, or none.
+        # The samples differ in their seed alone: the first is refused, or none. The others come when its prompt is in
+        # the prefix cache, and do not compute it again.
+        first = 1 if self.plan.enable_prefix_caching else len(members)
+        group = _Group(request, encoded.text, builders, members[first:])
+        for member in members[:first]:
             self._worker.add_request(member)
+        for member, builder in zip(members, builders, strict=True):
             self._members[member.request_id] = (group_id, builder)
-        self._groups[group_id] = _Group(request, text, builders)
+        self._groups[group_id] = group
         return group_id
+
+    def encode_prompt(self, prompt: Prompt) -> EncodedPrompt:
+        """Token ids of a prompt, checked. May run in another thread than the engine's.
+
+        Raises:
+            InvalidRequestError: no tokens, ids outside the vocabulary, or text without a tokenizer.
+        """
+        if isinstance(prompt, EncodedPrompt):
+            return prompt
+        is_text = isinstance(prompt, str)
+        token_ids = tuple(self.encode(prompt)) if isinstance(prompt, str) else _checked_ids(prompt)
+        for token_id in token_ids:
+            check_token_id(token_id, self.traits.vocab_size, "prompt")
+        if not token_ids:
+            raise InvalidRequestError("the prompt is empty; send at least one token", "prompt")
+        return EncodedPrompt(str(prompt) if is_text else None, token_ids)
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a prompt. Raises InvalidRequestError when the model came without a tokenizer."""
@@ -164,7 +190,19 @@ class Engine:
                 del self._members[output.request_id]
             if delta.token_ids or delta.finish_reason is not None:
                 deltas.append(delta)
+                self._release_waiting(group_id)
         return deltas
+
+    def _release_waiting(self, group_id: str) -> None:
+        """The prompt of a group has been computed: its other samples may come."""
+        waiting = self._groups[group_id].waiting
+        while waiting:
+            self._worker.add_request(waiting.pop(0))
+
+    @cached_property
+    def model_sha256(self) -> str:
+        """Names the checkpoint by its content; see `models.fingerprint`."""
+        return fingerprint(Checkpoint.open(self.path))
 
     def abort(self, request_id: str) -> None:
         """Forget a prompt and all its samples; unknown ids are ignored."""
@@ -215,11 +253,12 @@ class Engine:
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """One prompt and its samples."""
+    """One prompt and its samples; `waiting` are those that the worker has not got yet."""
 
     request: Request
     prompt: str | None
     builders: list[OutputBuilder]
+    waiting: list[Request]
 
 
 def _checked_ids(prompt: Sequence[int]) -> tuple[int, ...]:

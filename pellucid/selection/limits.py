@@ -149,7 +149,10 @@ def decide_capacity(
     useful = -(-wanted // page_size) * sequences
     pages = args.num_kv_pages or (fit if device == "cuda" else min(fit, useful))
     length = min(wanted, pages * page_size)
-    if args.max_model_len is not None and length < args.max_model_len:
+    if args.num_kv_pages is not None and args.max_model_len is not None:
+        # Both were asked: a request longer than the pool is then refused one by one, at admission.
+        length = args.max_model_len
+    elif args.max_model_len is not None and length < args.max_model_len:
         raise PlanError(
             f"--max-model-len {args.max_model_len}: {pages * page_size} tokens of KV fit "
             f"({pages} pages of {page_size}); {_left(bill)}; --max-model-len {length} is the most"

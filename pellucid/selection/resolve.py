@@ -52,6 +52,8 @@ def resolve(
         PlanError: a flag that does not fit the model or the machine; it names the flag, the reason and the remedy.
     """
     evidence = evidence or {}
+    if args.moe_backend is not None and model.moe is None:
+        raise PlanError(f"--moe-backend {args.moe_backend}: the model has no experts; leave the flag out")
     backends = discover() if backends is None else fixed_order(backends)
     device = decide_device(args, hardware)
     kind: DeviceKind = "cuda" if device.value == "cuda" else "cpu"

@@ -103,7 +103,7 @@ def test_generate_with_chat_goes_through_the_template(model: Path, shell: Shell)
     assert out == llm.chat(turns, SamplingParams(temperature=0, max_tokens=6))[0].outputs[0].text + "\n"
 
 
-def test_generate_with_plan_shows_the_plan_before_the_text(model: Path, shell: Shell) -> None:
+def test_generate_with_plan_shows_the_plan_it_ran_on(model: Path, shell: Shell) -> None:
     _, out, _ = shell.run("generate", model, "--plan", "--prompt", "x", "--max-tokens", 1, *QUICK)
     assert "attention.decode" in out
     assert "cpu_native" in out
