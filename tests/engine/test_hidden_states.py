@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
 
 from pellucid import InvalidRequestError, SamplingParams
+from pellucid.core import CheckpointError
 from pellucid.engine.engine import DebugModes
+from pellucid.engine.hidden_states import HiddenStatesHeader, load_hidden_states, save_hidden_states
+from pellucid.models.checkpoint import Checkpoint
+from pellucid.models.fingerprint import fingerprint
+from tests import checkpoints
 from tests.engine.tiny import MakeLLM
 
 LAYERS = (0, 1, 2)
@@ -102,3 +109,35 @@ def test_a_bad_prompt_leaves_no_request_behind(make_llm: MakeLLM) -> None:
     with pytest.raises(InvalidRequestError, match="999"):
         llm.hidden_states([[1, 2], [999]])
     assert not llm.engine.has_unfinished()
+
+
+def test_a_file_of_hidden_states_says_what_it_holds(make_llm: MakeLLM, tmp_path: Path) -> None:
+    llm = make_llm("llama", capture_layers=(0, 2))
+    states = llm.hidden_states([[5, 6, 7], [8, 9]])
+    path = tmp_path / "states.safetensors"
+    save_hidden_states(path, states, llm.engine.model_sha256)
+    header, loaded = load_hidden_states(path)
+    assert header == HiddenStatesHeader(llm.engine.model_sha256, (0, 2), "float32", "output_of_layer, 0-based", True)
+    assert [one.prompt_token_ids for one in loaded] == [(5, 6, 7), (8, 9)]
+    for mine, theirs in zip(states, loaded, strict=True):
+        assert torch.equal(mine.rows, theirs.rows)
+
+
+def test_another_file_is_refused_by_its_name(tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    save_file({"x": torch.zeros(1)}, str(tmp_path / "other.safetensors"))
+    with pytest.raises(CheckpointError, match=r"other\.safetensors: not a file of hidden states"):
+        load_hidden_states(tmp_path / "other.safetensors")
+
+
+def test_the_fingerprint_follows_values_config_and_nothing_else(tmp_path: Path) -> None:
+    first = checkpoints.write("llama", tmp_path / "a")
+    assert fingerprint(Checkpoint.open(first)) == fingerprint(
+        Checkpoint.open(checkpoints.write("llama", tmp_path / "b"))
+    )
+    weights = tmp_path / "b" / "model.safetensors"
+    changed = bytearray(weights.read_bytes())
+    changed[-1] ^= 1
+    weights.write_bytes(changed)
+    assert fingerprint(Checkpoint.open(tmp_path / "b")) != fingerprint(Checkpoint.open(first))

@@ -182,3 +182,17 @@ def test_loading_reports_its_progress_up_to_the_last_byte(checkpoint: Callable[[
     assert [one.done for one in seen] == sorted(one.done for one in seen)
     assert seen[-1].done == seen[-1].total
     assert len(seen) > 10
+
+
+def test_samples_of_one_prompt_compute_it_once(make_llm: MakeLLM) -> None:
+    llm = make_llm("llama", block_size=16, num_kv_pages=64)
+    prompt = list(range(2, 100))
+    [output] = llm.generate([prompt], SamplingParams(n=4, temperature=1.0, seed=3, max_tokens=6, ignore_eos=True))
+    assert [one.index for one in output.outputs] == [0, 1, 2, 3]
+    # 98 tokens are six full pages of 16: the three later samples read them from the cache.
+    assert [one.metrics.cached_prompt_tokens for one in output.outputs if one.metrics] == [0, 96, 96, 96]
+    alone = [
+        llm.generate([prompt], SamplingParams(temperature=1.0, seed=3 + i, max_tokens=6, ignore_eos=True))[0].outputs[0]
+        for i in range(4)
+    ]
+    assert [one.token_ids for one in output.outputs] == [one.token_ids for one in alone]

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from pellucid.core import Request, SamplingParams
+from pellucid.core import PlanError, Request, SamplingParams
 from pellucid.scheduler.page_allocator import ConservationError
 from pellucid.scheduler.scheduler import Scheduler, SchedulerConfig
 from pellucid.step_plan import SequenceUpdate, StepPlan
@@ -292,3 +292,21 @@ def test_a_page_freed_under_a_running_request_is_reported_with_that_request() ->
     scheduler._kv.allocator.free(plan.scheduled[0].pages, "request 'a'")
     with pytest.raises(ConservationError, match="request 'a' has KV page 1, which belongs to free list"):
         scheduler.check_conservation()
+
+
+def test_without_chunked_prefill_a_prompt_waits_for_room_and_is_computed_whole() -> None:
+    scheduler = make_scheduler(enable_chunked_prefill=False, max_num_batched_tokens=16, max_model_len=16)
+    add(scheduler, "short", 4, max_tokens=2)
+    add(scheduler, "long", 14, max_tokens=1)
+    chunks: dict[str, list[int]] = {}
+    while scheduler.has_unfinished():
+        plan = plan_step(scheduler)
+        for row in plan.scheduled:
+            chunks.setdefault(row.request_id, []).append(len(row.token_ids))
+        commit(scheduler, plan)
+    assert chunks == {"short": [4, 1], "long": [14]}
+
+
+def test_without_chunked_prefill_a_step_must_hold_a_whole_prompt() -> None:
+    with pytest.raises(PlanError, match="max_num_batched_tokens"):
+        make_scheduler(enable_chunked_prefill=False, max_num_batched_tokens=16, max_model_len=256)
