@@ -19,6 +19,10 @@ COMMANDS = {
 """Verb -> where its command is, and its line in `--help`: listing the verbs imports none of them."""
 
 
+ENGINE_MODULES = frozenset({"torch", "numpy", "gguf", "tokenizers", "jinja2", "safetensors"})
+"""What the `[engine]` extra installs."""
+
+
 class LazyGroup(click.Group):
     """A group whose commands are imported when they are called, so that `--help` is instant."""
 
@@ -50,6 +54,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     except PellucidError as error:
         click.echo(f"error: {error}", err=True)
         sys.exit(error.exit_code)
+    except ModuleNotFoundError as error:
+        # The base install explains without torch; anything else that is missing is a bug and keeps its traceback.
+        if error.name not in ENGINE_MODULES:
+            raise
+        click.echo(f"error: running a model needs {error.name}: pip install 'pellucid[engine]'", err=True)
+        sys.exit(2)
     except click.ClickException as error:
         context = getattr(error, "ctx", None)
         where = f" (see: {context.command_path} --help)" if context is not None else ""
