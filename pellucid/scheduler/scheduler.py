@@ -15,6 +15,9 @@ from pellucid.step_plan import ScheduledSequence, SchedulerStats, SequenceUpdate
 
 __all__ = ["Scheduler", "SchedulerConfig"]
 
+SCORED_CHUNK_TOKENS = 256
+"""Most prompt tokens per step of a request that wants their logprobs: each needs a row of logits over the vocabulary."""
+
 
 # Sequences stand in one line, in order of arrival; it is cut once, and preemption moves the cut to the left:
 #
@@ -194,7 +197,10 @@ class Scheduler:
         return prefill
 
     def _chunk(self, sequence: Sequence, budget: int) -> int:
-        return min(sequence.remaining, budget, self.config.prefill_chunk_tokens or budget)
+        chunk = min(sequence.remaining, budget, self.config.prefill_chunk_tokens or budget)
+        if sequence.request.params.prompt_logprobs is not None and self.config.enable_chunked_prefill:
+            chunk = min(chunk, SCORED_CHUNK_TOKENS)
+        return chunk
 
     def _admit_head(self, budget: int) -> Sequence | None:
         """Move the head of the waiting line to running, if there is a slot and pages for it."""

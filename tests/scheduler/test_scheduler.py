@@ -310,3 +310,15 @@ def test_without_chunked_prefill_a_prompt_waits_for_room_and_is_computed_whole()
 def test_without_chunked_prefill_a_step_must_hold_a_whole_prompt() -> None:
     with pytest.raises(PlanError, match="max_num_batched_tokens"):
         make_scheduler(enable_chunked_prefill=False, max_num_batched_tokens=16, max_model_len=256)
+
+
+def test_a_prompt_that_is_scored_is_computed_in_small_chunks() -> None:
+    scheduler = make_scheduler(max_num_batched_tokens=1024, max_model_len=1024, num_pages=256)
+    prompt = tuple(range(600))
+    scheduler.add_request(Request("scored", prompt, SamplingParams(max_tokens=1, prompt_logprobs=0)))
+    chunks = []
+    while scheduler.has_unfinished():
+        plan = plan_step(scheduler)
+        chunks += [len(row.token_ids) for row in plan.scheduled]
+        commit(scheduler, plan)
+    assert chunks == [256, 256, 88]
