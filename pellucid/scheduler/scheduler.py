@@ -16,7 +16,7 @@ from pellucid.step_plan import ScheduledSequence, SchedulerStats, SequenceUpdate
 __all__ = ["Scheduler", "SchedulerConfig"]
 
 SCORED_CHUNK_TOKENS = 256
-"""Most prompt tokens per step of a request that wants their logprobs: each needs a row of logits over the vocabulary."""
+"""Most prompt tokens a step of a request that wants their logprobs: each needs logits of the whole vocabulary."""
 
 
 # Sequences stand in one line, in order of arrival; it is cut once, and preemption moves the cut to the left:
