@@ -54,7 +54,7 @@ class SamplingParams:
     """How to choose the next token, and when to stop. Names and defaults as in vLLM.
 
     `temperature=0` is greedy. `top_k=0` (or -1) and `top_p=1` are off. `max_tokens=None` means up to the
-    context length. `seed` makes a request reproducible whatever it is batched with.
+    context length, the default is vLLM's. `seed` makes a request reproducible whatever it is batched with.
 
     Raises:
         InvalidRequestError: a value outside its range; `param` names the field.
@@ -75,7 +75,7 @@ class SamplingParams:
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     min_tokens: int = 0
-    max_tokens: int | None = None
+    max_tokens: int | None = 16
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     seed: int | None = None

@@ -24,7 +24,7 @@ def chat(ctx: click.Context, /, model: str, system: str | None, **options: Any) 
     One line is one turn. Ctrl-C stops an answer, Ctrl-D ends the conversation, /reset starts a new one. Lines may
     also be piped in.
     """
-    params = sampling_params(options, temperature=0.7, top_p=0.95)
+    params = sampling_params(options, temperature=0.7, top_p=0.95, max_tokens=None)
     from pellucid.cli.loading import load_llm
 
     llm = load_llm(engine_args(ctx, model))

@@ -41,7 +41,7 @@ def generate(
     Text goes to standard output; the time to the first token and the decode speed to standard error.
     """
     begin = time.monotonic()
-    params = sampling_params(options, temperature=0.0)
+    params = sampling_params(options, temperature=0.0, max_tokens=None)
     if system is not None and not chat:
         raise InvalidRequestError("--system is a turn of a conversation; it needs --chat", "system")
     from pellucid.cli.loading import load_llm

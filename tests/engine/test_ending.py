@@ -150,7 +150,7 @@ def test_max_tokens_0_gives_an_empty_output_and_none_goes_on_to_the_context(make
     llm = make_llm(max_model_len=40)
     nothing = run(llm, SamplingParams(max_tokens=0))
     assert (nothing.token_ids, nothing.text, nothing.finish_reason) == ((), "", "length")
-    everything = run(llm, SamplingParams(temperature=0, ignore_eos=True))
+    everything = run(llm, SamplingParams(temperature=0, max_tokens=None, ignore_eos=True))
     assert len(everything.token_ids) == 40 - len(PROMPT)
     assert everything.finish_reason == "length"
 

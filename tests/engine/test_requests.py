@@ -61,7 +61,7 @@ def test_requests_that_can_never_fit_are_refused_at_once_and_block_nobody(name: 
 
 
 def test_max_tokens_none_ends_with_length_where_the_pool_ends(make_llm: MakeLLM) -> None:
-    [output] = make_llm(**FITTING).generate([5] * 50, SamplingParams(temperature=0, ignore_eos=True))
+    [output] = make_llm(**FITTING).generate([5] * 50, SamplingParams(temperature=0, max_tokens=None, ignore_eos=True))
     assert (len(output.outputs[0].token_ids), output.outputs[0].finish_reason) == (14, "length")
 
 
