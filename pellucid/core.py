@@ -84,8 +84,9 @@ class SamplingParams:
     def __post_init__(self) -> None:
         for name in ("stop", "stop_token_ids"):
             value: Any = getattr(self, name)
-            # One stop string may come without its tuple, as OpenAI's API allows.
-            object.__setattr__(self, name, (value,) if isinstance(value, str) else tuple(value))
+            # None, or one stop string without its tuple, as OpenAI's API allows.
+            object.__setattr__(self, name, (value,) if isinstance(value, str) else tuple(value or ()))
+        object.__setattr__(self, "logit_bias", dict(self.logit_bias or {}))
         if self.allowed_token_ids is not None:
             object.__setattr__(self, "allowed_token_ids", tuple(self.allowed_token_ids))
         # -1 is vLLM's other way to say "all".

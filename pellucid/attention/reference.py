@@ -35,6 +35,10 @@ TRAITS = BackendTraits(
 )
 
 
+MAX_SCORES = 1 << 24
+"""Scores held at once, fp32: a long prompt is attended to in blocks of queries, or its scores would fill the memory."""
+
+
 def create(context: KernelContext, phase: Phase) -> ReferenceAttention:
     """Prefill rebuilds K and V from the latent (fewer multiplications for long queries); decode stays absorbed."""
     return ReferenceAttention(expands_latent=phase == "prefill")
@@ -116,8 +120,14 @@ def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> 
     """q [n, heads, d] are the last n of the positions that k [keys, heads, d] and v cover; causal."""
     import torch
 
-    scores = torch.einsum("qhd,khd->hqk", q.float(), k.float()) * scale
-    queries, keys = scores.shape[1:]
-    visible = torch.ones(queries, keys, dtype=torch.bool, device=q.device).tril(keys - queries)
-    probabilities = scores.masked_fill(~visible, float("-inf")).softmax(-1)
-    return torch.einsum("hqk,khd->qhd", probabilities, v.float()).to(q.dtype)
+    queries, heads, keys = q.shape[0], q.shape[1], k.shape[0]
+    k, v = k.float(), v.float()
+    out = q.new_empty(queries, heads, v.shape[-1])
+    rows = max(1, MAX_SCORES // (heads * keys))
+    for start in range(0, queries, rows):
+        part = q[start : start + rows].float()
+        scores = torch.einsum("qhd,khd->hqk", part, k) * scale
+        visible = torch.ones(part.shape[0], keys, dtype=torch.bool, device=q.device).tril(keys - queries + start)
+        probabilities = scores.masked_fill(~visible, float("-inf")).softmax(-1)
+        out[start : start + rows] = torch.einsum("hqk,khd->qhd", probabilities, v).to(q.dtype)
+    return out

@@ -60,6 +60,9 @@ def main(argv: Sequence[str] | None = None) -> None:
             raise
         click.echo(f"error: running a model needs {error.name}: pip install 'pellucid[engine]'", err=True)
         sys.exit(2)
+    except click.exceptions.NoArgsIsHelpError as error:
+        click.echo(error.format_message())
+        sys.exit(0)
     except click.ClickException as error:
         context = getattr(error, "ctx", None)
         where = f" (see: {context.command_path} --help)" if context is not None else ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import operator
 import time
 from collections.abc import Callable, Sequence
@@ -45,6 +46,8 @@ class EncodedPrompt:
 
 Prompt = str | Sequence[int] | EncodedPrompt
 
+logger = logging.getLogger(__name__)
+
 TOKENIZER_FILES = ("tokenizer.json", "tiktoken.model")
 
 
@@ -81,6 +84,8 @@ class Engine:
         checkpoint.require_weights()
         self.traits: ModelTraits = report.traits
         self.notes = (*report.notes, *report.conflicts)
+        for conflict in report.conflicts:
+            logger.warning("%s: %s", self.path.name, conflict)
         stored = stored_bytes(checkpoint.tensors, self.traits.num_layers)
         self.plan: ExecutionPlan = resolve(args, self.traits, hardware or probe(), stored_bytes=stored)
         self.plan.check_startable()

@@ -62,7 +62,9 @@ class Checkpoint:
         if path.suffix == ".gguf":
             return _open_gguf(path)
         if path.suffix == ".json":
-            return cls(path, "config-only", _read_json(path))
+            quantization = _read_optional_json(path.with_name("hf_quant_config.json"))
+            generation = _read_optional_json(path.with_name("generation_config.json"))
+            return cls(path, "config-only", _read_json(path), {}, quantization, generation)
         raise CheckpointError(f"{path}: neither a .gguf file nor a config.json: give the checkpoint's directory")
 
     def require_weights(self) -> None:

@@ -13,9 +13,10 @@ TRAITS = BackendTraits(
     devices=frozenset({"cuda"}),
     sm=frozenset({100, 103}),
     compute_dtypes=frozenset({"bf16"}),
-    weight_schemes=frozenset({"bf16", "fp8", "nvfp4", "mxfp4"}),
+    weight_schemes=frozenset({"bf16", "fp8", "int4", "nvfp4", "mxfp4"}),
     weight_groups=frozenset({16, 32, 128}),
     shard_multiple_of=128,
     packages=(Package("flashinfer-python"),),
+    notes="int4 is its MxInt4 form: groups of 32, symmetric.",
     unverified=frozenset({"weight_schemes", "weight_groups", "shard_multiple_of"}),
 )

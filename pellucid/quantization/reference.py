@@ -24,6 +24,7 @@ TRAITS = BackendTraits(
     sm=ANY,
     compute_dtypes=frozenset({"fp32", "bf16", "fp16"}),
     weight_schemes=READABLE_SCHEMES,
+    keeps_packed=frozenset(),
     weight_groups=ANY,
 )
 

@@ -147,24 +147,35 @@ def _query_width(model: ModelTraits) -> int:
 
 
 def weight_items(
-    model: ModelTraits, tensor_parallel_size: int, stored: Mapping[str, int] | None = None
+    model: ModelTraits,
+    tensor_parallel_size: int,
+    stored: Mapping[str, int] | None = None,
+    expanded: Mapping[str, str] | None = None,
 ) -> tuple[BillItem, ...]:
     """Bytes of each class of weights on one rank.
 
     `stored`: bytes of whole classes as found in the checkpoint's tensors; with one rank they replace the computed
-    size. With more they are scaled by the share of the class that one rank holds.
+    size. With more they are scaled by the share of the class that one rank holds. `expanded`: class -> dtype, for
+    classes that the chosen backend does not hold as they are stored.
     """
+    expanded = expanded or {}
     whole = {w.name: w.count for w in count_weights(model)}
     items = []
     for weight in count_weights(model, tensor_parallel_size):
         found = None if stored is None else stored.get(weight.name)
         share = weight.count / whole[weight.name]
-        if found is not None:
+        if weight.name in expanded:
+            held = expanded[weight.name]
+            size, source = weight.count * ITEMSIZE[held], f"{weight.form}, held as {held}"
+        elif found is not None:
             size, source = round(found * share), "from the tensors"
         else:
             size, source = round(weight.count * bytes_per_weight(weight.form)), f"{weight.form}"
         per_rank = f", {share:.3f} of it per rank" if share < 1 else ""
         items.append(BillItem(f"weights: {weight.name}", size, f"{weight.formula}; {source}{per_rank}"))
+        if weight.name == "embedding" and model.tied_embeddings:
+            # Rows are looked up in one table, and multiplied by another in the layout of the linear kernels.
+            items.append(BillItem("weights: lm_head", size, "a copy of the tied embedding for the linear kernels"))
     return tuple(items)
 
 
@@ -206,11 +217,12 @@ def memory_bill(
     max_num_batched_tokens: int,
     max_num_seqs: int,
     stored: Mapping[str, int] | None = None,
+    expanded: Mapping[str, str] | None = None,
 ) -> MemoryBill:
     """What one rank's memory goes to under these choices."""
     budget, budget_formula = memory_budget(hardware, device, tensor_parallel_size, utilization)
     items = (
-        *weight_items(model, tensor_parallel_size, stored),
+        *weight_items(model, tensor_parallel_size, stored, expanded),
         activation_bytes(model, dtype, max_num_batched_tokens, max_num_seqs, tensor_parallel_size),
         BillItem("runtime", RUNTIME_BYTES[device], "an allowance, not measured"),
     )

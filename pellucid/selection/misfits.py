@@ -254,6 +254,11 @@ def _weights(backend: BackendTraits, need: Need) -> Misfit | None:
     for form in need.weights:
         if not allows(backend.weight_schemes, form.scheme):
             return Misfit(f"reads {one_of(backend.weight_schemes)} weights, not {form.scheme}", "", "weights")
+        only = dict(backend.scheme_sms).get(form.scheme)
+        other = next((gpu for gpu in need.gpus if only is not None and gpu.sm not in only), None)
+        if only is not None and other is not None:
+            where = one_of(format_sm(sm) for sm in sorted(only))
+            return Misfit(f"reads {form.scheme} on SM {where} alone, this is SM {other.capability}", "", "weights")
         if form.group_size is not None and not allows(backend.weight_groups, form.group_size):
             reason = f"reads {form.scheme} in groups of {one_of(backend.weight_groups)}, not {form.group_size}"
             return Misfit(reason, "", "weights")

@@ -15,7 +15,7 @@ from pellucid.selection.bucket import buckets_up_to
 from pellucid.selection.choose import Candidate, Slot, decide
 from pellucid.selection.evidence import Evidence
 from pellucid.selection.limits import decide_capacity, decide_device, decide_ranks, decide_step
-from pellucid.selection.memory import memory_bill
+from pellucid.selection.memory import count_weights, memory_bill
 from pellucid.selection.misfits import Need
 from pellucid.selection.plan import Decision, ExecutionPlan, MemoryBill
 from pellucid.selection.registry import discover, fixed_order
@@ -60,7 +60,7 @@ def resolve(
     chunked = args.enable_chunked_prefill is not False
     step = decide_step(args, kind, chunked, model.max_position)
 
-    def bill(ranks: int, dtype: str, kv_dtype: str) -> MemoryBill:
+    def bill(ranks: int, dtype: str, kv_dtype: str, expanded: Mapping[str, str] | None = None) -> MemoryBill:
         return memory_bill(
             model,
             hardware,
@@ -72,6 +72,7 @@ def resolve(
             max_num_batched_tokens=step.max_num_batched_tokens,
             max_num_seqs=step.max_num_seqs,
             stored=stored_bytes,
+            expanded=expanded,
         )
 
     own = args.dtype or short_dtype(model.dtype)
@@ -88,7 +89,7 @@ def resolve(
         decide(slot, b, storage.candidates[slot.name], evidence) for slot in storage.slots for b in slot.buckets
     )
     chosen = _chosen(kernels, backends, storage)
-    memory = bill(ranks.value, storage.dtype, storage.kv_dtype)
+    memory = bill(ranks.value, storage.dtype, storage.kv_dtype, _expanded(model, chosen, storage.dtype))
     capacity = decide_capacity(args, model, kind, storage.page_size, step.max_num_seqs, memory)
     decisions = (
         device,
@@ -158,6 +159,18 @@ def _chosen(
     ops = {slot.name: slot.op for slot in storage.slots}
     taken = {(d.op, d.value) for d in kernels}
     return {name: tuple(b for b in backends if b.op == op and (name, b.name) in taken) for name, op in ops.items()}
+
+
+def _expanded(model: ModelTraits, chosen: Mapping[str, Sequence[BackendTraits]], dtype: str) -> dict[str, str]:
+    """Class of weights -> dtype, where the chosen backend holds another form than the stored one."""
+    found = {}
+    for weight in count_weights(model):
+        slot = "moe" if weight.name == "routed experts" else f"linear.{weight.form.scheme}"
+        kept = [b.keeps_packed for b in chosen.get(slot, ()) if b.keeps_packed is not None]
+        # The embedding is looked up in its stored form, whatever multiplies.
+        if weight.name != "embedding" and any(weight.form.scheme not in schemes for schemes in kept):
+            found[weight.name] = dtype
+    return found
 
 
 def _switches(

@@ -158,6 +158,8 @@ class BackendTraits:
     kv_layouts: frozenset[KVLayout] = frozenset()
     compute_dtypes: frozenset[str] = frozenset()
     weight_schemes: Allowed[str] = frozenset()
+    scheme_sms: tuple[tuple[str, frozenset[int]], ...] = ()
+    keeps_packed: frozenset[str] | None = None
     weight_groups: Allowed[int] = frozenset()
     weight_scales: frozenset[str] = frozenset()
     zero_points: bool = False

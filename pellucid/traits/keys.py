@@ -106,6 +106,12 @@ def unwrap_text_config(config: Mapping[str, Any], findings: Findings) -> dict[st
         if key in text and text[key] != outside:
             findings.conflict(f"{key} differs between the top level and {wrapper}: {wrapper} is followed")
         text.setdefault(key, outside)
+    for key in sorted((config.keys() & text.keys()) - set(_INHERITED)):
+        outside = config[key]
+        if isinstance(outside, int | float) and isinstance(text[key], int | float) and outside != text[key]:
+            findings.conflict(
+                f"{key} is {outside} at the top level and {text[key]} in {wrapper}: {wrapper} is followed"
+            )
     others = sorted(key for key in config if key.endswith("_config") and key not in (wrapper, *_INHERITED))
     findings.note(f"{wrapper} is read" + (f"; {', '.join(others)} skipped (text only)" if others else ""))
     return text

@@ -72,7 +72,7 @@ def read_moe(
         shared_intermediate_size=shared_width,
         scoring=gating.scoring,
         correction_bias=gating.correction_bias,
-        normalize=_normalizes(keys),
+        normalize=_normalizes(keys, gating),
         scaling=_scaling(keys),
         num_groups=num_groups,
         topk_groups=topk_groups,
@@ -107,14 +107,16 @@ def _check_choice(num_experts: int, top_k: int, num_groups: int, topk_groups: in
         raise CheckpointError(f"num_experts_per_tok = {top_k} is above the {eligible} experts to choose from: {REMEDY}")
 
 
-def _normalizes(keys: ConfigKeys) -> bool:
+def _normalizes(keys: ConfigKeys, gating: _Gating) -> bool:
     given = keys.flag("norm_topk_prob", "moe_renormalize")
     if given is not None:
         return given
-    # Configs that count experts as num_local_experts take the softmax over the chosen ones, which is the same.
+    # Sigmoid routers normalise (DeepSeek-V3's default). Configs that count experts as num_local_experts take the
+    # softmax over the chosen ones, which is the same.
     chosen_only = keys.has("num_local_experts") and not keys.has("n_routed_experts", "num_experts")
-    keys.findings.note(f"norm_topk_prob is not given: {'normalised' if chosen_only else 'not normalised'}")
-    return chosen_only
+    normalises = chosen_only or gating.scoring == "sigmoid"
+    keys.findings.note(f"norm_topk_prob is not given: {'normalised' if normalises else 'not normalised'}")
+    return normalises
 
 
 def _read_gating(keys: ConfigKeys, tensors: TextTensors | None, pattern: tuple[bool, ...]) -> _Gating:

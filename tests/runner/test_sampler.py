@@ -344,3 +344,17 @@ def test_uniform_is_uniform_and_neighbours_are_independent(pairs: list[tuple[int
     cells, _, _ = np.histogram2d(values[:-1], values[1:], bins=8, range=[[0, 1], [0, 1]])
     wanted = (len(values) - 1) / 64
     assert ((cells - wanted) ** 2 / wanted).sum() < 63 + 4 * math.sqrt(126)
+
+
+def test_the_random_number_moves_with_the_position() -> None:
+    """One seed, flat logits, growing output: the draws are those of `uniform` at each position, not one repeated."""
+    state = state_of(SamplingParams(temperature=1.0), seed=5)
+    flat = torch.zeros(1, 1000)
+    drawn = []
+    for position in range(20):
+        [found] = sample(flat, [state])
+        assert isinstance(found, SampledToken)
+        drawn.append(found.token_id)
+        assert abs(found.token_id - 1000 * uniform(5, position)) <= 1
+        state.append(found.token_id)
+    assert len(set(drawn)) > 15

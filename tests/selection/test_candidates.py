@@ -41,13 +41,8 @@ DECODE = {
 MOE = {
     "triton_fused": (set(), set(), set(), {"device"}),
     "marlin": (set(), set(), set(), {"device"}),
-    "flashinfer_trtllm": (
-        {"compute_capability", "weights"},
-        {"compute_capability", "weights"},
-        {"weights"},
-        {"device", "weights"},
-    ),
-    "flashinfer_cutlass": ({"weights"}, {"weights"}, {"weights"}, {"device", "weights"}),
+    "flashinfer_trtllm": ({"compute_capability"}, {"compute_capability"}, set(), {"device"}),
+    "flashinfer_cutlass": ({"weights"}, set(), {"weights"}, {"device"}),
     "deep_gemm": ({"compute_capability", "weights"}, {"weights"}, {"weights"}, {"device", "weights"}),
 }
 
@@ -226,3 +221,24 @@ def test_a_scale_that_reaches_further_than_a_group_has_to_be_declared(reach, fit
     form = WeightFormat("fp8", None if reach else 128, scale_per=reach)
     found = [m for m in misfits(_backend("marlin"), _need(weights=(form,))) if m.kind == "weights"]
     assert (not found) is fits
+
+
+# Which scheme each MoE kernel reads where, as SGLang's and vLLM's own choices show: PRO 6000, H200, B200.
+MOE_SCHEMES = [
+    ("fp8", 128, "triton_fused", (set(), set(), set())),
+    ("fp8", 128, "deep_gemm", ({"compute_capability"}, set(), set())),
+    ("fp8", 128, "flashinfer_trtllm", ({"compute_capability"}, {"compute_capability"}, set())),
+    ("fp8", 128, "flashinfer_cutlass", ({"weights"}, set(), {"weights"})),
+    ("nvfp4", 16, "flashinfer_cutlass", (set(), {"weights"}, set())),
+    ("nvfp4", 16, "flashinfer_trtllm", ({"compute_capability"}, {"compute_capability"}, set())),
+    ("nvfp4", 16, "triton_fused", ({"weights"}, {"weights"}, {"weights"})),
+    ("bf16", None, "flashinfer_cutlass", (set(), set(), set())),
+]
+
+
+@pytest.mark.parametrize(("scheme", "group", "candidate", "expected"), MOE_SCHEMES)
+def test_moe_kernels_read_what_they_are_known_to_read_where(scheme, group, candidate, expected):
+    model = replace(KIMI_K25, weights=replace(KIMI_K25.weights, routed_experts=WeightFormat(scheme, group)))
+    for where, wanted in zip((PRO, H200, B200), expected, strict=True):
+        found = kinds(plan(model, where).decision("moe", 1), candidate) - {"not_built", "package"}
+        assert found == wanted, where
