@@ -27,10 +27,7 @@ def chat(ctx: click.Context, /, model: str, system: str | None, **options: Any) 
     params = sampling_params(options, temperature=0.7, top_p=0.95, max_tokens=None)
     from pellucid.cli.loading import load_llm
 
-    llm = load_llm(engine_args(ctx, model))
-    if llm.tokenizer is None or llm.tokenizer.chat_template is None:
-        lacks = "tokenizer" if llm.tokenizer is None else "chat template"
-        raise InvalidRequestError(f"{model} has no {lacks}, so there is no talking to it; try `pellucid generate`")
+    llm = load_llm(engine_args(ctx, model), "chat")
     opening = [{"role": "system", "content": system}] if system else []
     messages = list(opening)
     interactive = sys.stdin.isatty()

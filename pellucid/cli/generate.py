@@ -46,7 +46,7 @@ def generate(
         raise InvalidRequestError("--system is a turn of a conversation; it needs --chat", "system")
     from pellucid.cli.loading import load_llm
 
-    llm = load_llm(engine_args(ctx, model))
+    llm = load_llm(engine_args(ctx, model), "chat" if chat else "text")
     ready = time.monotonic()
     if prompt is None:
         prompt = sys.stdin.read()

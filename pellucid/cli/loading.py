@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from typing import Literal
 
 from pellucid.engine.engine import Engine
 from pellucid.engine.llm import LLM
@@ -10,11 +11,11 @@ from pellucid.selection.args import EngineArgs
 from pellucid.utils.progress import StatusLine
 
 
-def load_llm(args: EngineArgs) -> LLM:
+def load_llm(args: EngineArgs, requires: Literal["text", "chat"]) -> LLM:
     """Raises PellucidError as `LLM` does. What takes long before weights load (a download, a build) says so."""
     logging.basicConfig(format="%(message)s", level=logging.INFO)
     status = StatusLine("loading")
     try:
-        return LLM.from_engine(Engine(args, on_progress=status.update))
+        return LLM.from_engine(Engine(args, on_progress=status.update, requires=requires))
     finally:
         status.close()

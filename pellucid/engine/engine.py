@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from pellucid.core import InvalidRequestError, PellucidError, Request, RequestOutput, SamplingParams, check_token_id
 from pellucid.engine.output import OutputBuilder, TextDelta
@@ -61,7 +61,8 @@ class DebugModes:
 class Engine:
     """Everything of one model in one process.
 
-    Start-up refuses what it can before weights are read: the order is files, traits, plan, tensors, weights.
+    Start-up refuses what it can before weights are read: the order is files, traits, plan, tokenizer, tensors, weights.
+    `requires`: what prompts will be; text needs a tokenizer, a chat its template too.
 
     Raises:
         PellucidError: one line that names the thing and the remedy.
@@ -75,6 +76,7 @@ class Engine:
         capture_layers: Sequence[int] = (),
         on_progress: Callable[[LoadProgress], None] | None = None,
         debug: DebugModes | None = None,
+        requires: Literal["ids", "text", "chat"] = "ids",
     ) -> None:
         self.args = args
         self.path = resolve_model(args.model)
@@ -90,6 +92,7 @@ class Engine:
         self.plan: ExecutionPlan = resolve(args, self.traits, hardware or probe(), stored_bytes=stored)
         self.plan.check_startable()
         self.tokenizer = load_tokenizer(checkpoint, args.chat_template)
+        _check_tokenizer(self.tokenizer, requires, args.model)
         self.capture_layers = _check_layers(capture_layers, self.traits.num_layers)
         runner = ModelRunner(self.traits, checkpoint.tensors, self.plan, self.capture_layers, on_progress)
         known = (*self.traits.eos_token_ids, *(self.tokenizer.eos_token_ids if self.tokenizer is not None else ()))
@@ -295,6 +298,19 @@ def load_tokenizer(checkpoint: Checkpoint, chat_template: str | None = None) -> 
     if any((checkpoint.path / name).exists() for name in TOKENIZER_FILES):
         return Tokenizer.from_directory(checkpoint.path, template)
     return None
+
+
+def _check_tokenizer(tokenizer: Tokenizer | None, requires: str, model: str) -> None:
+    """Refuse, before weights are read, a model that can't take the prompts that will come."""
+    if requires != "ids" and tokenizer is None:
+        raise InvalidRequestError(
+            f"{model} came without a tokenizer (tokenizer.json, tiktoken.model, or in its GGUF): it takes token ids "
+            "only, through the Python API"
+        )
+    if requires == "chat" and tokenizer is not None and tokenizer.chat_template is None:
+        raise InvalidRequestError(
+            f"{model} has no chat template; give one with --chat-template FILE, or use `pellucid generate`"
+        )
 
 
 def _scheduler_config(plan: ExecutionPlan, debug: DebugModes) -> SchedulerConfig:
