@@ -119,7 +119,7 @@ class SamplingParams:
         return self.temperature == 0.0
 
     def check_vocabulary(self, vocab_size: int) -> None:
-        """Refuse token ids outside `[0, vocab_size)`: on a GPU they would be a device assert (C09).
+        """Refuse token ids outside `[0, vocab_size)`: on a GPU they would be a device assert.
 
         Raises:
             InvalidRequestError: `param` names the field that holds the id.

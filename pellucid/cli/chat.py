@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from typing import Any
 
@@ -10,6 +11,8 @@ import click
 from pellucid.cli.engine_options import engine_args, engine_options
 from pellucid.cli.sampling_options import sampling_options, sampling_params
 from pellucid.core import InvalidRequestError
+
+COMMANDS = "Ctrl-C stops an answer, Ctrl-D or /quit ends, /reset starts a new conversation."
 
 
 @click.command()
@@ -31,12 +34,22 @@ def chat(ctx: click.Context, /, model: str, system: str | None, **options: Any) 
     opening = [{"role": "system", "content": system}] if system else []
     messages = list(opening)
     interactive = sys.stdin.isatty()
+    if interactive:
+        # Line editing and history for `input`, where Python has it.
+        with contextlib.suppress(ImportError):
+            import readline  # noqa: F401
+        click.echo(COMMANDS, err=True)
     while True:
         line = _read_line(interactive)
         if line is None:
             return
         if line == "/reset":
             messages = list(opening)
+            continue
+        if line in ("/quit", "/exit"):
+            return
+        if line.startswith("/"):
+            click.echo(COMMANDS if line == "/help" else f"{line} is no command. {COMMANDS}", err=True)
             continue
         if not line:
             continue
@@ -59,8 +72,15 @@ def chat(ctx: click.Context, /, model: str, system: str | None, **options: Any) 
 
 
 def _read_line(interactive: bool) -> str | None:
-    """The next turn without its newline; None at the end of input."""
-    if interactive:
-        click.echo("> ", nl=False, err=True)
-    line = sys.stdin.readline()
-    return line.strip() if line else None
+    """The next turn without its newline; None at the end of input. Ctrl-C clears the line."""
+    if not interactive:
+        line = sys.stdin.readline()
+        return line.strip() if line else None
+    try:
+        return input("> ").strip()
+    except KeyboardInterrupt:
+        click.echo(err=True)
+        return ""
+    except EOFError:
+        click.echo(err=True)
+        return None

@@ -63,4 +63,4 @@ def _local_path(model: str) -> Path:
         return Path(model)
     from pellucid.models.hub import resolve_model
 
-    return resolve_model(model)
+    return resolve_model(model, weights=False)

@@ -49,7 +49,10 @@ def generate(
     llm = load_llm(engine_args(ctx, model), "chat" if chat else "text")
     ready = time.monotonic()
     if prompt is None:
-        prompt = sys.stdin.read()
+        if sys.stdin.isatty():
+            click.echo("Type the prompt, then Ctrl-D:", err=True)
+        # The newline that ends a piped line is not part of what to continue.
+        prompt = sys.stdin.read().removesuffix("\n")
     turns = [{"role": "system", "content": system}] if system else []
     tokens = llm.apply_chat_template([*turns, {"role": "user", "content": prompt}]) if chat else prompt
     pieces: list[str] = []
@@ -74,11 +77,12 @@ def generate(
         click.echo(json.dumps({"text": "".join(pieces), **summary, **plan}, ensure_ascii=False))
         return
     click.echo()
-    click.echo(
-        f"[load {summary['load_s']} s, first token {summary['ttft_s']} s, decode {summary['decode_tok_s']} tok/s, "
-        f"{count} tokens, {last.finish_reason}]",
-        err=True,
-    )
+    parts = [f"load {summary['load_s']} s"]
+    if summary["ttft_s"] is not None:
+        parts.append(f"first token {summary['ttft_s']} s")
+    if summary["decode_tok_s"] is not None:
+        parts.append(f"decode {summary['decode_tok_s']} tok/s")
+    click.echo(f"[{', '.join(parts)}, {count} tokens, {last.finish_reason}]", err=True)
     if show_plan:
         from pellucid.selection.explain import render
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import click
 
+from pellucid import __version__
 from pellucid.core import PellucidError
 
 COMMANDS = {
@@ -43,6 +44,7 @@ class LazyGroup(click.Group):
 
 
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="pellucid", message="%(prog)s %(version)s")
 def cli() -> None:
     """Pellucid: an LLM engine you can see into."""
 

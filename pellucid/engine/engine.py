@@ -9,10 +9,10 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from pellucid.core import InvalidRequestError, PellucidError, Request, RequestOutput, SamplingParams, check_token_id
+from pellucid.core import InvalidRequestError, Request, RequestOutput, SamplingParams, check_token_id
+from pellucid.engine.inputs import check_tokenizer, load_tokenizer, slow_path_reasons
 from pellucid.engine.output import OutputBuilder, TextDelta
 from pellucid.engine.worker import Worker
 from pellucid.hardware.facts import Hardware
@@ -29,7 +29,6 @@ from pellucid.selection.memory import stored_bytes
 from pellucid.selection.plan import ExecutionPlan
 from pellucid.selection.resolve import resolve
 from pellucid.step_plan import SchedulerStats
-from pellucid.tokenizer.tokenizer import Tokenizer
 from pellucid.traits.model import ModelTraits
 
 if TYPE_CHECKING:
@@ -47,8 +46,6 @@ class EncodedPrompt:
 Prompt = str | Sequence[int] | EncodedPrompt
 
 logger = logging.getLogger(__name__)
-
-TOKENIZER_FILES = ("tokenizer.json", "tiktoken.model")
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,8 +88,10 @@ class Engine:
         stored = stored_bytes(checkpoint.tensors, self.traits.num_layers)
         self.plan: ExecutionPlan = resolve(args, self.traits, hardware or probe(), stored_bytes=stored)
         self.plan.check_startable()
+        for reason in slow_path_reasons(self.plan):
+            logger.warning("%s", reason)
         self.tokenizer = load_tokenizer(checkpoint, args.chat_template)
-        _check_tokenizer(self.tokenizer, requires, args.model)
+        check_tokenizer(self.tokenizer, requires, args.model)
         self.capture_layers = _check_layers(capture_layers, self.traits.num_layers)
         runner = ModelRunner(self.traits, checkpoint.tensors, self.plan, self.capture_layers, on_progress)
         known = (*self.traits.eos_token_ids, *(self.tokenizer.eos_token_ids if self.tokenizer is not None else ()))
@@ -275,42 +274,6 @@ def _checked_ids(prompt: Sequence[int]) -> tuple[int, ...]:
         return tuple(operator.index(token_id) for token_id in prompt)
     except TypeError:
         raise InvalidRequestError("a prompt is text or a list of token ids", "prompt") from None
-
-
-def load_tokenizer(checkpoint: Checkpoint, chat_template: str | None = None) -> Tokenizer | None:
-    """The checkpoint's tokenizer; None when it comes without one, and prompts must be token ids.
-
-    `chat_template` is a Jinja file that replaces the model's own template.
-
-    Raises:
-        PellucidError: there is one, but it can't be read.
-    """
-    template = None
-    if chat_template is not None:
-        try:
-            template = Path(chat_template).read_text()
-        except OSError as error:
-            raise PellucidError(f"--chat-template {chat_template}: {error.strerror}; give a readable file") from None
-    if checkpoint.gguf_metadata is not None:
-        if "tokenizer.ggml.model" not in checkpoint.gguf_metadata:
-            return None
-        return Tokenizer.from_gguf(checkpoint.gguf_metadata, template)
-    if any((checkpoint.path / name).exists() for name in TOKENIZER_FILES):
-        return Tokenizer.from_directory(checkpoint.path, template)
-    return None
-
-
-def _check_tokenizer(tokenizer: Tokenizer | None, requires: str, model: str) -> None:
-    """Refuse, before weights are read, a model that can't take the prompts that will come."""
-    if requires != "ids" and tokenizer is None:
-        raise InvalidRequestError(
-            f"{model} came without a tokenizer (tokenizer.json, tiktoken.model, or in its GGUF): it takes token ids "
-            "only, through the Python API"
-        )
-    if requires == "chat" and tokenizer is not None and tokenizer.chat_template is None:
-        raise InvalidRequestError(
-            f"{model} has no chat template; give one with --chat-template FILE, or use `pellucid generate`"
-        )
 
 
 def _scheduler_config(plan: ExecutionPlan, debug: DebugModes) -> SchedulerConfig:

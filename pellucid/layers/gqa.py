@@ -1,4 +1,4 @@
-"""Grouped-query attention over the paged cache. Built by `models.decoder` for models with `GQATraits`."""
+"""Grouped-query attention over the paged cache. Built by `models.loading` for models with `GQATraits`."""
 
 from __future__ import annotations
 

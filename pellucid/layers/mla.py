@@ -1,6 +1,6 @@
 """Multi-head Latent Attention (https://arxiv.org/abs/2405.04434 section 2.1) over the paged cache.
 
-Built by `models.decoder` for models with `MLATraits`. One row [latent | rope] per token is cached. A backend
+Built by `models.loading` for models with `MLATraits`. One row [latent | rope] per token is cached. A backend
 either attends in latent space (absorbed: W_UK moves to the query, W_UV to the output) or asks for the keys
 and values of each head to be rebuilt (`expands_latent`); both give the same result.
 """

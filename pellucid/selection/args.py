@@ -65,6 +65,15 @@ class EngineArgs:
     seed: int | None = _flag(int, "Seed of requests that bring none.")
 
     def __post_init__(self) -> None:
+        for flag in fields(self):
+            value, kind = getattr(self, flag.name), flag.metadata.get("type", str)
+            number = isinstance(value, int | float) and not isinstance(value, bool)
+            if value is not None and not (number if kind is float else isinstance(value, kind)):
+                raise PlanError(f"{flag_name(flag.name)} takes {_NOUNS[kind]}, got {value!r}")
+            if kind is int and isinstance(value, bool):
+                raise PlanError(f"{flag_name(flag.name)} takes {_NOUNS[kind]}, got {value!r}")
+        if self.device not in (None, "cpu", "cuda"):
+            raise PlanError(f"--device {self.device}: known are cpu and cuda")
         for name in _POSITIVE:
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -81,6 +90,8 @@ class EngineArgs:
         """Names of the fields that were asked for, the model aside."""
         return tuple(f.name for f in fields(self) if f.name != "model" and getattr(self, f.name) is not None)
 
+
+_NOUNS = {str: "a text", int: "an integer", float: "a number", bool: "true or false"}
 
 _POSITIVE = (
     *("tensor_parallel_size", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size"),

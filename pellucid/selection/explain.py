@@ -57,12 +57,14 @@ def render_decision(decision: Decision) -> str:
 def find_decision(plan: ExecutionPlan, key: str) -> Decision:
     """The decision called `attention.decode@8` or `kv.page_size`. Raises PellucidError listing what there is.
 
-    Any token count may stand after the @; the bucket that holds it answers.
+    Any token count may stand after the @; the bucket that holds it answers. Without one, the smallest does.
     """
     op, _, tokens = key.partition("@")
     known = {d.op: plan.buckets(d.op) for d in plan.decisions}
     listed = ", ".join(f"{name}@{b[0]}..{b[-1]}" if b else name for name, b in known.items())
-    if op not in known or bool(tokens) != bool(known[op]) or (tokens and not tokens.isdigit()):
+    if not tokens and known.get(op):
+        tokens = str(known[op][0])
+    if op not in known or (tokens and not known[op]) or (tokens and not tokens.isdigit()):
         raise PellucidError(f"--why {key}: no such decision; known: {listed}")
     if not tokens:
         return plan.decision(op)

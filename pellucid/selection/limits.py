@@ -178,7 +178,8 @@ def _no_room(args: EngineArgs, wanted: int, bill: MemoryBill) -> Capacity:
         f"the model does not fit: {_per_rank(bill)} ({bill.budget_formula}); "
         f"the most is {most.name}, {format_bytes(most.bytes)}"
     )
-    blocker = Misfit(reason, "more devices with --tensor-parallel-size, or a smaller format of the weights", "memory")
+    share = "a larger --gpu-memory-utilization, " if args.gpu_memory_utilization is not None else ""
+    blocker = Misfit(reason, f"{share}more devices, or a smaller format of the weights", "memory")
     decisions = (
         Decision("kv.pages", None, 0, "forced by traits", (reason,)),
         _limit("max_model_len", args.max_model_len, wanted, "no page fits; the model's own length is kept"),

@@ -175,6 +175,8 @@ def weight_items(
         items.append(BillItem(f"weights: {weight.name}", size, f"{weight.formula}; {source}{per_rank}"))
         if weight.name == "embedding" and model.tied_embeddings:
             # Rows are looked up in one table, and multiplied by another in the layout of the linear kernels.
+            if "lm_head" in expanded:
+                size = weight.count * ITEMSIZE[expanded["lm_head"]]
             items.append(BillItem("weights: lm_head", size, "a copy of the tied embedding for the linear kernels"))
     return tuple(items)
 

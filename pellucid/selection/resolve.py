@@ -170,6 +170,11 @@ def _expanded(model: ModelTraits, chosen: Mapping[str, Sequence[BackendTraits]],
         # The embedding is looked up in its stored form, whatever multiplies.
         if weight.name != "embedding" and any(weight.form.scheme not in schemes for schemes in kept):
             found[weight.name] = dtype
+    if model.tied_embeddings:
+        scheme = model.weights.embedding.scheme
+        backends = chosen.get(f"linear.{scheme}", ())
+        if any(b.keeps_packed is not None and scheme not in b.keeps_packed for b in backends):
+            found["lm_head"] = dtype
     return found
 
 

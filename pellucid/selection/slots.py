@@ -100,7 +100,8 @@ def _known(args: EngineArgs, field: str, op: Op, backends: Sequence[BackendTrait
 def describe_attention(model: ModelTraits, tensor_parallel_size: int = 1) -> str:
     """One line of the attention's traits as a kernel sees them."""
     a = model.attention
-    heads = f"{a.num_heads // tensor_parallel_size} query heads per rank"
+    share = f" per rank ({a.num_heads} / {tensor_parallel_size})" if tensor_parallel_size > 1 else ""
+    heads = f"{a.num_heads // tensor_parallel_size} query heads{share}"
     if isinstance(a, MLATraits):
         return f"MLA: kv_lora_rank {a.kv_lora_rank}, rope {a.qk_rope_head_dim}, nope {a.qk_nope_head_dim}, {heads}"
     return f"GQA: head_dim {a.head_dim}, {a.num_kv_heads} KV heads in all, {heads}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 
 CANDIDATES = ("c++", "g++", "clang++")
@@ -10,8 +11,8 @@ CANDIDATES = ("c++", "g++", "clang++")
 
 def find_cxx() -> str | None:
     """Full path of `$CXX` if set and found, else of the first of c++, g++, clang++ on PATH, else None."""
-    asked = os.environ.get("CXX")
-    for name in (asked,) if asked else CANDIDATES:
+    asked = shlex.split(os.environ.get("CXX", ""))
+    for name in asked[:1] or CANDIDATES:
         path = shutil.which(name)
         if path:
             return path

@@ -160,7 +160,6 @@ def test_why_in_json_is_the_decision_of_the_plan(kimi):
     [
         (("--why", "attention@1"), ("no such decision", "attention.decode@1..256")),
         (("--why", "moe@100000"), ("decided for 1 to 8192",)),
-        (("--why", "moe"), ("no such decision",)),
         (("--attention-backend", "flashmla"), ("--attention-backend flashmla", "SM 12.0")),
         (("--hardware", "h2000"), ("h2000", "b200x8-nvlink")),
         (("--max-model-len", "300000"), ("262144",)),
@@ -237,3 +236,7 @@ def test_the_module_runs_as_a_program(tmp_path):
     assert run.returncode == 2
     assert run.stderr.startswith("error: ")
     assert "Traceback" not in run.stderr
+
+
+def test_why_without_a_bucket_shows_the_smallest(kimi):
+    assert explain(kimi, "--hardware", "h200", "--why", "moe") == explain(kimi, "--hardware", "h200", "--why", "moe@1")
