@@ -47,7 +47,7 @@ class AsyncLLM:
         self._thread.start()
 
     async def generate(
-        self, prompt: Prompt, params: SamplingParams | None = None, *, cache_salt: str = ""
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, cache_salt: str = ""
     ) -> AsyncIterator[TextDelta]:
         """Deltas of all samples of one prompt. Leaving the iteration early aborts the request within one step.
 
@@ -55,7 +55,7 @@ class AsyncLLM:
             InvalidRequestError: the prompt or its parameters can't be served.
             PellucidError: the request could not go on, or the engine has stopped.
         """
-        params = params or SamplingParams()
+        params = sampling_params or SamplingParams()
         # Off the event loop and off the engine's thread: a long prompt must stall no stream.
         encoded = await asyncio.to_thread(self.engine.encode_prompt, prompt)
         deltas: asyncio.Queue[TextDelta | PellucidError] = asyncio.Queue()

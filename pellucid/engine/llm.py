@@ -79,22 +79,22 @@ class LLM:
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[RequestOutput]:
-        """One output per prompt, in order. A prompt is text or a list of token ids; `params` one, or one each.
+        """One output per prompt, in order. A prompt is text or a list of token ids; `sampling_params` one, or one each.
 
         Raises:
             InvalidRequestError: a prompt or its parameters can't be served; no prompt of the call is run.
             PellucidError: a request could not go on, such as where the model's logits are NaN.
         """
         batch = _as_batch(prompts)
-        ids = self._run(batch, _params_for(batch, params))
+        ids = self._run(batch, _params_for(batch, sampling_params))
         return [self.engine.take_result(request_id) for request_id in ids]
 
     def chat(
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
-        params: SamplingParams | None = None,
+        sampling_params: SamplingParams | None = None,
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         **template_arguments: Any,
@@ -102,11 +102,11 @@ class LLM:
         """Like `generate` for one conversation or several, through the model's chat template."""
         conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
         prompts = [self.apply_chat_template(c, tools=tools, **template_arguments) for c in conversations]  # type: ignore[arg-type]
-        return self.generate(prompts, params)
+        return self.generate(prompts, sampling_params)
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[TextDelta]:
+    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[TextDelta]:
         """Deltas of one prompt as they come. Closing the iterator early aborts the request."""
-        params = params or SamplingParams()
+        params = sampling_params or SamplingParams()
         request_id = self.engine.add_prompt(prompt, params)
         deltas = self._streams[request_id] = deque()
         unfinished = params.n
@@ -129,13 +129,13 @@ class LLM:
     def stream_chat(
         self,
         messages: Sequence[Message],
-        params: SamplingParams | None = None,
+        sampling_params: SamplingParams | None = None,
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         **template_arguments: Any,
     ) -> Iterator[TextDelta]:
         """`stream` for one conversation."""
-        return self.stream(self.apply_chat_template(messages, tools=tools, **template_arguments), params)
+        return self.stream(self.apply_chat_template(messages, tools=tools, **template_arguments), sampling_params)
 
     def apply_chat_template(
         self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] | None = None, **arguments: Any
@@ -207,5 +207,5 @@ def _params_for(
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * len(prompts)
     if len(params) != len(prompts):
-        raise InvalidRequestError(f"{len(prompts)} prompts but {len(params)} SamplingParams", "params")
+        raise InvalidRequestError(f"{len(prompts)} prompts but {len(params)} SamplingParams", "sampling_params")
     return params
