@@ -2,16 +2,20 @@
 
 The library is compiled once for this processor with the C++ compiler found on the machine and kept in
 the user's cache under a hash of sources, flags and compiler, so that later starts only load it. The
-wrappers take fp32 CPU tensors that are contiguous in the last dim; they check nothing, layers do.
+wrappers take fp32 CPU tensors that are contiguous in the last dim, as layers make them; they check nothing.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import hashlib
+import logging
 import mmap
+import os
 import subprocess
 import tempfile
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,6 +27,8 @@ from pellucid.utils.compiler import find_cxx
 if TYPE_CHECKING:
     import torch
 
+logger = logging.getLogger(__name__)
+
 SOURCE_DIR = Path(__file__).parent / "cpu"
 FLAGS = ("-O3", "-march=native", "-ffp-contract=fast", "-std=c++20", "-fPIC", "-pthread", "-Wno-psabi")
 
@@ -30,9 +36,14 @@ FORMATS = {"fp32": 0, "bf16": 1, "fp16": 2, "q8": 3, "q4": 4}
 """Packed formats, as `enum Format` of linear.h has them."""
 
 GGUF_BLOCK_TYPES = {"q4_0": 2, "q4_1": 3, "q8_0": 8}
+BITS = {"fp32": 32, "bf16": 16, "fp16": 16, "q8_0": 8, "q4_0": 4, "q4_1": 4}
+"""Bits of a packed element, without its group's scale and minimum."""
+
 GROUP = 32
 LANES = 16
 ARENA_BLOCK_BYTES = 64 << 20
+CPU_IDENTITY = ("model name", "flags", "CPU implementer", "CPU part", "Features")
+"""Lines of /proc/cpuinfo, of x86 and of Arm."""
 
 _POINTER, _LONG, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
 
@@ -41,7 +52,7 @@ def build(cxx: str) -> Path:
     """Compile the sources unless the cache has them; returns the shared library's path.
 
     Raises:
-        PellucidError: the compiler failed; its first error line is quoted.
+        PellucidError: the compiler failed, its first error line is quoted; or the cache can't be written.
     """
     sources = sorted(SOURCE_DIR.glob("*.cpp"))
     digest = hashlib.sha256()
@@ -50,36 +61,63 @@ def build(cxx: str) -> Path:
     version = subprocess.run([cxx, "--version"], capture_output=True, text=True, check=False).stdout
     digest.update(" ".join((cxx, version, *FLAGS, _cpu_identity())).encode())
     target = cache_dir("kernels") / f"cpu-{digest.hexdigest()[:16]}.so"
-    if target.exists():
-        return target
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=target.parent) as folder:
-        built = Path(folder) / "cpu.so"
-        command = [cxx, *FLAGS, "-shared", "-o", str(built), *map(str, sources)]
-        result = subprocess.run(command, capture_output=True, text=True, check=False)
-        if result.returncode != 0:
-            errors = [line for line in result.stderr.splitlines() if "error" in line] or result.stderr.splitlines()
-            first = errors[0] if errors else f"exit status {result.returncode}"
-            raise PellucidError(f"building the CPU kernels with {cxx} failed: {first}; try --linear-backend reference")
-        # An atomic rename: two processes that build at once both end with a whole file.
-        built.replace(target)
+    try:
+        if not target.exists():
+            target.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+                logger.info("compiling the CPU kernels for this processor, once (about 10 s)")
+                built = Path(folder) / "cpu.so"
+                _compile(cxx, sources, built)
+                # An atomic rename: two processes that build at once both end with a whole file.
+                built.replace(target)
+    except OSError as error:
+        raise PellucidError(
+            f"can't keep the compiled CPU kernels in {target.parent}: {error.strerror or error}; "
+            "set PELLUCID_CACHE to a folder that can be written"
+        ) from None
     return target
 
 
+def _compile(cxx: str, sources: Iterable[Path], target: Path) -> None:
+    """Raises PellucidError with the first line that tells why."""
+    command = [cxx, *FLAGS, "-shared", "-o", str(target), *map(str, sources)]
+    # The C locale: errors are looked for by that word.
+    environment = {**os.environ, "LC_ALL": "C"}
+    result = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False, env=environment)
+    if result.returncode != 0:
+        errors = [line for line in result.stderr.splitlines() if "error" in line] or result.stderr.splitlines()
+        first = errors[0] if errors else f"exit status {result.returncode}"
+        raise PellucidError(
+            f"building the CPU kernels with {cxx} failed: {first}; set CXX to another compiler, "
+            "or take 'reference' for --linear-backend, --attention-backend and --moe-backend"
+        )
+
+
 def _cpu_identity() -> str:
-    """Model name and flags of the first processor: `-march=native` code must not travel with a cache."""
+    """Model and features of the first processor: `-march=native` code must not travel with a cache."""
     try:
         text = Path("/proc/cpuinfo").read_text()
     except OSError:
         return ""
-    return "".join(line for line in text.split("\n\n")[0].splitlines() if line.startswith(("model name", "flags")))
+    return "".join(line for line in text.split("\n\n")[0].splitlines() if line.startswith(CPU_IDENTITY))
+
+
+def _load(path: Path) -> ctypes.CDLL:
+    """Raises PellucidError where the system refuses: a mount without exec, a newer libstdc++ than Python has loaded."""
+    try:
+        return ctypes.CDLL(str(path))
+    except OSError as error:
+        raise PellucidError(
+            f"the compiled CPU kernels can't be loaded: {error}; set PELLUCID_CACHE to a folder from which "
+            "programs may run, or CXX to another compiler"
+        ) from None
 
 
 class CpuLibrary:
     """The loaded kernels. Thread count follows `torch.get_num_threads()` at construction.
 
     Raises:
-        PellucidError: no C++ compiler, or it failed.
+        PellucidError: no C++ compiler, or it failed, or what it built can't be kept or loaded.
     """
 
     def __init__(self, threads: int | None = None) -> None:
@@ -88,10 +126,9 @@ class CpuLibrary:
         cxx = find_cxx()
         if cxx is None:
             raise PellucidError("no C++ compiler found for the CPU kernels; install one (apt install g++) or set CXX")
-        self._torch = torch
         self._arena = HugePageArena()
         self.threads = threads or torch.get_num_threads()
-        self._library = ctypes.CDLL(str(build(cxx)))
+        self._library = _load(build(cxx))
         for name, argtypes in _SIGNATURES.items():
             function = getattr(self._library, name)
             function.argtypes, function.restype = argtypes, None
@@ -101,7 +138,7 @@ class CpuLibrary:
     ) -> torch.Tensor:
         """x [outer, n] or [outer, inner, n] (inner contiguous), normalized over n; `out` may be `x`."""
         if out is None:
-            out = self._torch.empty(x.shape)
+            out = x.new_empty(x.shape)
         inner = x.shape[1] if x.dim() == 3 else 1
         self._library.pellucid_rms_norm(
             x.data_ptr(), x.stride(0), weight.data_ptr(), out.data_ptr(), out.stride(0),
@@ -117,15 +154,20 @@ class CpuLibrary:
         )  # fmt: skip
 
     def cache_write(self, x: torch.Tensor, slots: torch.Tensor, cache: torch.Tensor) -> None:
-        """cache.view(-1, width)[slots[t]] = x[t]; x [tokens, width] with any token stride; slots int64, -1 skips."""
+        """cache.view(-1, width)[slots[t]] = x[t]; x [tokens, width] with any token stride; slots int64, -1 skips.
+
+        The cache may be of any dtype: another backend's attention may be the one that reads it.
+        """
+        x = x.to(cache.dtype)
         self._library.pellucid_cache_write(
-            x.data_ptr(), x.stride(0), slots.data_ptr(), cache.data_ptr(), x.shape[0], x.shape[1]
-        )
+            x.data_ptr(), x.stride(0) * x.itemsize, slots.data_ptr(), cache.data_ptr(),
+            x.shape[0], x.shape[1] * x.itemsize,
+        )  # fmt: skip
 
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         """silu(gate_up[:, :n]) * gate_up[:, n:], [rows, n]."""
         rows, n = gate_up.shape[0], gate_up.shape[1] // 2
-        out = self._torch.empty(rows, n)
+        out = gate_up.new_empty(rows, n)
         self._library.pellucid_silu_mul(gate_up.data_ptr(), gate_up.stride(0), out.data_ptr(), rows, n, self.threads)
         return out
 
@@ -151,32 +193,36 @@ class CpuLibrary:
 
         `data` is the dense matrix, or its GGUF blocks as uint8 [..., rows, bytes].
         """
-        torch = self._torch
-        data = data.contiguous()
-        batch, rows = (data.shape[0], data.shape[1]) if data.dim() == 3 else (1, data.shape[0])
-        tiles = -(-rows // LANES)
-        if scheme in GGUF_BLOCK_TYPES:
-            bits = 8 if scheme == "q8_0" else 4
-            packed = self._arena.take(batch, tiles * LANES * columns * bits // 8)
-            groups = [
-                self._arena.take(batch, tiles * LANES * columns // GROUP * 2).view(torch.float16)
-                for _ in range(2 if bits == 4 else 1)
-            ]
-            for b in range(batch):
-                source = data[b] if data.dim() == 3 else data
-                self._library.pellucid_pack_gguf(
-                    GGUF_BLOCK_TYPES[scheme], source.data_ptr(), rows, columns, packed[b].data_ptr(),
-                    groups[0][b].data_ptr(), groups[1][b].data_ptr() if bits == 4 else None, self.threads,
-                )  # fmt: skip
-            return PackedWeight(FORMATS[f"q{bits}"], rows, columns, packed, groups[0], groups[1] if bits == 4 else None)
-        itemsize = data.element_size()
-        packed = self._arena.take(batch, tiles * LANES * columns * itemsize)
-        for b in range(batch):
-            source = data[b] if data.dim() == 3 else data
-            self._library.pellucid_pack_dense(
-                itemsize, source.data_ptr(), rows, columns, packed[b].data_ptr(), self.threads
-            )
-        return PackedWeight(FORMATS[scheme], rows, columns, packed, None, None)
+        batch = data if data.dim() == 3 else data.unsqueeze(0)
+        return self.pack_each(scheme, batch, batch.shape[0], batch.shape[1], columns)
+
+    def pack_each(
+        self, scheme: str, matrices: Iterable[torch.Tensor], count: int, rows: int, columns: int
+    ) -> PackedWeight:
+        """`pack` of `count` matrices, taken one at a time: what makes them need not hold two of them."""
+        import torch
+
+        bits, padded = BITS[scheme], -(-rows // LANES) * LANES
+
+        def group_values() -> torch.Tensor:
+            return self._arena.take(count, padded * columns // GROUP * 2).view(torch.float16)
+
+        data = self._arena.take(count, padded * columns * bits // 8)
+        if scheme not in GGUF_BLOCK_TYPES:
+            for index, matrix in enumerate(matrices):
+                source = matrix.contiguous()
+                self._library.pellucid_pack_dense(
+                    bits // 8, source.data_ptr(), rows, columns, data[index].data_ptr(), self.threads
+                )
+            return PackedWeight(FORMATS[scheme], rows, columns, data, None, None)
+        scale, minimum = group_values(), group_values() if bits == 4 else None
+        for index, matrix in enumerate(matrices):
+            source = matrix.contiguous()
+            self._library.pellucid_pack_gguf(
+                GGUF_BLOCK_TYPES[scheme], source.data_ptr(), rows, columns, data[index].data_ptr(),
+                scale[index].data_ptr(), None if minimum is None else minimum[index].data_ptr(), self.threads,
+            )  # fmt: skip
+        return PackedWeight(FORMATS[f"q{bits}"], rows, columns, data, scale, minimum)
 
     def paged_attention(
         self,
@@ -198,11 +244,11 @@ class CpuLibrary:
         keys to see (0 gives a row of zeros).
         """
         tokens, heads, dk = q.shape
-        out = self._torch.empty(tokens, heads, value_dim)
+        out = q.new_empty(tokens, heads, value_dim)
         self._library.pellucid_paged_attention(
             q.data_ptr(), q.stride(0), out.data_ptr(), keys.data_ptr(), values.data_ptr(), keys.stride(1),
-            values.stride(1), value_head_stride, page_table.data_ptr(), page_table.stride(0), sequence.data_ptr(), context.data_ptr(),
-            tokens, heads, num_kv_heads, dk, value_dim, keys.shape[1], scale, self.threads,
+            values.stride(1), value_head_stride, page_table.data_ptr(), page_table.stride(0), sequence.data_ptr(),
+            context.data_ptr(), tokens, heads, num_kv_heads, dk, value_dim, keys.shape[1], scale, self.threads,
         )  # fmt: skip
         return out
 
@@ -246,12 +292,24 @@ class HugePageArena:
 
 
 def _huge_pages(size: int) -> torch.Tensor:
-    """uint8 [size] of anonymous memory, taken page by page as it is written."""
+    """uint8 [size] of anonymous memory, taken page by page as it is written.
+
+    Raises:
+        PellucidError: the system does not grant so much.
+    """
     import torch
 
-    block = mmap.mmap(-1, size)
+    try:
+        # Private: the system seldom gives huge pages to shared memory, which is Python's default.
+        block = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise PellucidError(
+            f"no memory for {size / 1e9:.2f} GB of weights: {error.strerror}; free some, or take a smaller model"
+        ) from None
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        block.madvise(mmap.MADV_HUGEPAGE)
+        # A kernel built without huge pages refuses: ordinary ones will do.
+        with contextlib.suppress(OSError):
+            block.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(block, dtype=torch.uint8)
 
 

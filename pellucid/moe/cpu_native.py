@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pellucid.quantization.cpu_native import CpuNativeLinear
-from pellucid.quantization.weight import READABLE_SCHEMES, concatenate_rows
+from pellucid.quantization.cpu_native import PACKABLE, CpuNativeLinear
+from pellucid.quantization.weight import READABLE_SCHEMES
 from pellucid.traits.backend import ANY, BackendTraits, Priority
 
 if TYPE_CHECKING:
@@ -25,6 +25,7 @@ TRAITS = BackendTraits(
     devices=frozenset({"cpu"}),
     compute_dtypes=frozenset({"fp32"}),
     weight_schemes=READABLE_SCHEMES,
+    keeps_packed=PACKABLE,
     weight_groups=ANY,
     needs_compiler="c++",
     batch_invariant=True,
@@ -43,12 +44,7 @@ class CpuNativeMoE:
         self._linear = CpuNativeLinear(library)
 
     def prepare(self, gate: StoredWeight, up: StoredWeight, down: StoredWeight) -> PackedExperts:
-        gate_up = concatenate_rows([gate, up])
-        if gate_up is None:
-            # Stored in two formats: their values meet in fp32.
-            gate_up = concatenate_rows([weight.dense(self._linear.dtype) for weight in (gate, up)])
-            assert gate_up is not None
-        return PackedExperts(self.library, self._linear.pack(gate_up), self._linear.pack(down))
+        return PackedExperts(self.library, self._linear.pack(gate, up), self._linear.pack(down))
 
 
 class PackedExperts:

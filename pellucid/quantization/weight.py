@@ -6,7 +6,7 @@ another dequantize it, from the same loader.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -22,8 +22,16 @@ READABLE_SCHEMES = DENSE_SCHEMES | {
 }  # fmt: skip
 """What `StoredWeight.dequantize` decodes, so what the backends built on it can be given."""
 
-FP16_HEADERS = {"q4_0": (18, 2), "q4_1": (20, 4), "q8_0": (34, 2)}
-"""GGUF block types that begin with fp16 scale (and minimum): bytes per block, bytes of the header."""
+FP16_PARTS = {
+    "q4_0": (18, 0, 2), "q4_1": (20, 0, 4), "q5_0": (22, 0, 2), "q5_1": (24, 0, 4), "q8_0": (34, 0, 2),
+    "q2_k": (84, 80, 84), "q3_k": (110, 108, 110), "q4_k": (144, 0, 4), "q5_k": (176, 0, 4), "q6_k": (210, 208, 210),
+}  # fmt: skip
+"""GGUF block types: bytes per block, and where in it the fp16 scale and minimum begin and end. All else is integers."""
+
+EXPONENTS = {"fp32": ("u4", 0x7F800000), "bf16": ("u2", 0x7F80), "fp16": ("u2", 0x7C00)}
+"""Word and exponent bits of the dense formats: all of them set is an infinity or a NaN."""
+
+FINITE_PIECE = 1 << 24
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,10 +53,15 @@ class StoredWeight:
     def columns(self) -> int:
         return self.shape[-1]
 
-    def row_range(self, start: int, stop: int) -> StoredWeight:
-        """Rows [start, stop), sharing memory."""
-        data = self.data[..., start:stop, :]
-        return StoredWeight(self.scheme, (*self.shape[:-2], stop - start, self.columns), data)
+    @property
+    def count(self) -> int:
+        """Matrices in the stack; 1 for a matrix."""
+        return self.shape[0] if len(self.shape) == 3 else 1
+
+    def matrices(self) -> Iterator[StoredWeight]:
+        """Each matrix of the stack, or this one; sharing memory."""
+        for data in self.data if len(self.shape) == 3 else (self.data,):
+            yield StoredWeight(self.scheme, self.shape[-2:], data)
 
     def dequantize(self, dtype: torch.dtype) -> torch.Tensor:
         """The dense values in `dtype`, shape `shape`. GGUF blocks are decoded in fp32 by the `gguf` package."""
@@ -68,17 +81,25 @@ class StoredWeight:
         return torch.from_numpy(values).reshape(self.shape).to(dtype)
 
     def is_finite(self) -> bool:
-        """Whether every value is finite; of GGUF blocks with fp16 headers, every scale and minimum."""
+        """Whether every value is finite; of GGUF blocks, every scale and minimum.
+
+        On the bits, with numpy: torch would share this out over its threads and wait for each of them, which on a busy
+        machine takes longer than everything else a load does.
+        """
+        import numpy as np
         import torch
 
-        if self.scheme in DENSE_SCHEMES:
-            return bool(self.data.sum(dtype=torch.float32).isfinite())
-        layout = FP16_HEADERS.get(self.scheme)
-        if layout is None:
+        if self.scheme not in DENSE_SCHEMES and self.scheme not in FP16_PARTS:
             return bool(self.dequantize(torch.float32).sum().isfinite())
-        block_bytes, header_bytes = layout
-        headers = self.data.reshape(-1, block_bytes)[:, :header_bytes].contiguous().view(torch.float16)
-        return bool(headers.sum(dtype=torch.float32).isfinite())
+        data = self.data.contiguous().view(torch.uint8).numpy().reshape(-1)
+        if self.scheme in FP16_PARTS:
+            block_bytes, begin, end = FP16_PARTS[self.scheme]
+            data = np.ascontiguousarray(data.reshape(-1, block_bytes)[:, begin:end]).reshape(-1)
+        word, exponent = EXPONENTS.get(self.scheme, EXPONENTS["fp16"])
+        bits = data.view(word)
+        # In pieces: a weight may be large beside the memory, and each makes a copy of itself.
+        pieces = (bits[i : i + FINITE_PIECE] for i in range(0, bits.size, FINITE_PIECE))
+        return not any(bool(((piece & exponent) == exponent).any()) for piece in pieces)
 
     def dense(self, dtype: torch.dtype) -> StoredWeight:
         """The same values, stored densely in `dtype`."""
@@ -92,10 +113,18 @@ def scheme_of(dtype: torch.dtype) -> str:
     return {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype]
 
 
-def concatenate_rows(parts: Sequence[StoredWeight]) -> StoredWeight | None:
-    """One matrix of all rows in order, or None when the parts are stored in different formats."""
+def join_rows(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """CPU tensors one below the other, along the last dim but one; with numpy, for the reason of `is_finite`."""
+    import numpy as np
     import torch
 
+    # As bytes: numpy has no bfloat16.
+    joined = np.concatenate([part.contiguous().view(torch.uint8).numpy() for part in parts], axis=-2)
+    return torch.from_numpy(joined).view(parts[0].dtype)
+
+
+def concatenate_rows(parts: Sequence[StoredWeight]) -> StoredWeight | None:
+    """One matrix of all rows in order, or None when the parts are stored in different formats."""
     first = parts[0]
     if len(parts) == 1:
         return first
@@ -105,7 +134,7 @@ def concatenate_rows(parts: Sequence[StoredWeight]) -> StoredWeight | None:
     ):
         return None
     rows = sum(part.rows for part in parts)
-    data = torch.cat([part.data for part in parts], dim=-2)
+    data = join_rows([part.data for part in parts])
     return StoredWeight(first.scheme, (*first.shape[:-2], rows, first.columns), data)
 
 

@@ -98,6 +98,17 @@ def test_cache_writes_go_to_their_slots_and_padding_nowhere(ops: RowOps) -> None
     assert (rows[untouched] == POISON).all()
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_rows_are_rounded_into_a_cache_of_another_dtype(dtype: torch.dtype, ops: RowOps) -> None:
+    """As with `--kv-cache-dtype`: what attention reads later is not what the rows are computed in."""
+    cache = torch.full((2, 3, 5), POISON, dtype=dtype)
+    x = _normal(2, 8)[:, 2:7]
+    ops.cache_write(x, torch.tensor([4, 1]), cache)
+    rows = cache.view(6, 5)
+    assert torch.equal(rows[[4, 1]], x.to(dtype))
+    assert (rows[[0, 2, 3, 5]] == POISON).all()
+
+
 def test_rows_have_the_same_bits_in_every_batch(library: CpuLibrary, threaded: CpuLibrary) -> None:
     """The wide case is beyond the size from which threads are used."""
     x, weight = _normal(40, 600), _normal(600, seed=1)

@@ -22,18 +22,6 @@ static inline void rotate(float* x, const float* cos, const float* sin, int64_t 
   }
 }
 
-static inline float mean_square(const float* x, int64_t n) {
-  f32x16 acc = {};
-  int64_t i = 0;
-  for (; i + LANES <= n; i += LANES) {
-    const f32x16 v = load<f32x16>(x + i);
-    acc += v * v;
-  }
-  float total = sum(acc);
-  for (; i < n; ++i) total += x[i] * x[i];
-  return total / n;
-}
-
 }  // namespace
 
 extern "C" {
@@ -45,7 +33,7 @@ void pellucid_rms_norm(const float* x, int64_t x_outer, const float* w, float* y
     for (int64_t row = begin; row < end; ++row) {
       const float* from = x + row / inner * x_outer + row % inner * n;
       float* to = y + row / inner * y_outer + row % inner * n;
-      const float scale = 1.0f / std::sqrt(mean_square(from, n) + eps);
+      const float scale = 1.0f / std::sqrt(dot(from, from, n) / n + eps);
       for (int64_t i = 0; i < n; ++i) to[i] = from[i] * scale * w[i];
     }
   });
@@ -61,11 +49,11 @@ void pellucid_rope(float* x, int64_t x_stride, int64_t head_stride, int64_t head
   }
 }
 
-// cache[slot[t]] = x[t]; a negative slot writes nothing.
-void pellucid_cache_write(const float* x, int64_t x_stride, const int64_t* slot, float* cache, int64_t tokens,
+// cache[slot[t]] = x[t] for rows of `width` bytes, those of x x_stride bytes apart; a negative slot writes nothing.
+void pellucid_cache_write(const char* x, int64_t x_stride, const int64_t* slot, char* cache, int64_t tokens,
                           int64_t width) {
   for (int64_t t = 0; t < tokens; ++t)
-    if (slot[t] >= 0) std::memcpy(cache + slot[t] * width, x + t * x_stride, width * sizeof(float));
+    if (slot[t] >= 0) std::memcpy(cache + slot[t] * width, x + t * x_stride, width);
 }
 
 // out = silu(gate) * up for rows [gate | up] of width 2n.
@@ -75,9 +63,9 @@ void pellucid_silu_mul(const float* gate_up, int64_t stride, float* out, int64_t
       const float *gate = gate_up + r * stride, *up = gate + n;
       float* to = out + r * n;
       int64_t i = 0;
-      for (; i + LANES <= n; i += LANES) {
-        const f32x16 g = load<f32x16>(gate + i);
-        store(to + i, g / (exp16(-g) + 1.0f) * load<f32x16>(up + i));
+      for (; i + WIDTH <= n; i += WIDTH) {
+        const f32v g = load<f32v>(gate + i);
+        store(to + i, g / (vexp(-g) + 1.0f) * load<f32v>(up + i));
       }
       for (; i < n; ++i) to[i] = gate[i] / (1.0f + std::exp(-gate[i])) * up[i];
     }

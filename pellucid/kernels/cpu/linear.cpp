@@ -20,13 +20,13 @@ namespace {
 
 #if defined(__AVX512F__)
 // One permute maps nibbles to floats: it reads only the low four bits of each lane.
-static inline f32x16 nibble(u32x16 words, int shift) {
+static inline f32v nibble(u32v words, int shift) {
   const __m512 table = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-  return (f32x16)_mm512_permutexvar_ps(_mm512_srli_epi32((__m512i)words, shift), table);
+  return (f32v)_mm512_permutexvar_ps(_mm512_srli_epi32((__m512i)words, shift), table);
 }
 #else
-static inline f32x16 nibble(u32x16 words, int shift) {
-  return __builtin_convertvector((i32x16)((words >> shift) & 15u), f32x16);
+static inline f32v nibble(u32v words, int shift) {
+  return __builtin_convertvector((i32v)((words >> shift) & 15u), f32v);
 }
 #endif
 
@@ -35,79 +35,80 @@ static inline void prefetch(const uint8_t* data, int64_t bytes) {
   for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(data + i, 0, 2);
 }
 
+// One vector of a tile: WIDTH of its sixteen rows.
 template <Format F>
-struct Tile {
+struct Slice {
   const uint8_t* data;
-  f32x16 column(int64_t k) const {
-    if constexpr (F == F32) return load<f32x16>(data + k * 64);
-    if constexpr (F == BF16) return from_bf16(load<u16x16>(data + k * 32));
-    if constexpr (F == F16) return from_fp16(load<u16x16>(data + k * 32));
+  f32v column(int64_t k) const {
+    if constexpr (F == F32) return load<f32v>(data + k * 64);
+    if constexpr (F == BF16) return from_bf16(load<u16v>(data + k * 32));
+    if constexpr (F == F16) return from_fp16(load<u16v>(data + k * 32));
     if constexpr (F == Q8) {
-      const u32x16 words = load<u32x16>(data + (k / 4) * 64);
-      return __builtin_convertvector((i32x16)(words << (24 - 8 * (int)(k % 4))) >> 24, f32x16);
+      const u32v words = load<u32v>(data + (k / 4) * 64);
+      return __builtin_convertvector((i32v)(words << (24 - 8 * (int)(k % 4))) >> 24, f32v);
     }
-    if constexpr (F == Q4) return nibble(load<u32x16>(data + (k / 8) * 64), 4 * (int)(k % 8));
+    if constexpr (F == Q4) return nibble(load<u32v>(data + (k / 8) * 64), 4 * (int)(k % 8));
   }
 };
 
 // M rows of x against T neighbouring tiles.
 template <Format F, int M, int T>
 static inline void block(const Args& a, int64_t row, int64_t tile) {
-  f32x16 total[M][T] = {};
+  constexpr int V = T * PARTS, ELEMENT = F == BF16 || F == F16 ? 2 : 4;
+  f32v total[M][V] = {};
   const int64_t tile_bytes = column_bytes(F) * a.k;
-  Tile<F> w[T];
-  for (int t = 0; t < T; ++t) w[t].data = a.w + (tile + t) * tile_bytes;
+  Slice<F> w[V];
+  for (int v = 0; v < V; ++v) w[v].data = a.w + (tile + v / PARTS) * tile_bytes + v % PARTS * WIDTH * ELEMENT;
   const float* x = a.x + row * a.x_stride;
 
   if constexpr (F == Q8 || F == Q4) {
     const int64_t groups = a.k / GROUP, group_bytes = column_bytes(F) * GROUP;
     for (int64_t g = 0; g < groups; ++g) {
-      f32x16 partial[M][T] = {};
-      for (int t = 0; t < T; ++t)
-        prefetch(w[t].data + T * tile_bytes + g * group_bytes, group_bytes);
+      f32v partial[M][V] = {};
+      for (int t = 0; t < T; ++t) prefetch(a.w + (tile + t + T) * tile_bytes + g * group_bytes, group_bytes);
       for (int j = 0; j < GROUP; j += 8) {
 #pragma GCC unroll 8
         for (int i = 0; i < 8; ++i) {
           const int64_t k = g * GROUP + j + i;
-          f32x16 q[T];
-          for (int t = 0; t < T; ++t) q[t] = w[t].column(k);
+          f32v q[V];
+          for (int v = 0; v < V; ++v) q[v] = w[v].column(k);
           for (int r = 0; r < M; ++r) {
-            const float v = x[r * a.x_stride + k];
-            for (int t = 0; t < T; ++t) partial[r][t] += q[t] * v;
+            const float s = x[r * a.x_stride + k];
+            for (int v = 0; v < V; ++v) partial[r][v] += q[v] * s;
           }
         }
       }
-      for (int t = 0; t < T; ++t) {
-        const int64_t at = ((tile + t) * groups + g) * LANES;
-        const f32x16 d = from_fp16(load<u16x16>(a.scale + at));
-        for (int r = 0; r < M; ++r) total[r][t] += d * partial[r][t];
+      for (int v = 0; v < V; ++v) {
+        const int64_t at = ((tile + v / PARTS) * groups + g) * LANES + v % PARTS * WIDTH;
+        const f32v d = from_fp16(load<u16v>(a.scale + at));
+        for (int r = 0; r < M; ++r) total[r][v] += d * partial[r][v];
         if constexpr (F == Q4) {
-          const f32x16 low = from_fp16(load<u16x16>(a.minimum + at));
-          for (int r = 0; r < M; ++r) total[r][t] += low * a.x_sum[(row + r) * groups + g];
+          const f32v low = from_fp16(load<u16v>(a.minimum + at));
+          for (int r = 0; r < M; ++r) total[r][v] += low * a.x_sum[(row + r) * groups + g];
         }
       }
     }
   } else {
     for (int64_t k = 0; k < a.k; ++k) {
-      f32x16 q[T];
-      for (int t = 0; t < T; ++t) q[t] = w[t].column(k);
+      f32v q[V];
+      for (int v = 0; v < V; ++v) q[v] = w[v].column(k);
       for (int r = 0; r < M; ++r) {
-        const float v = x[r * a.x_stride + k];
-        for (int t = 0; t < T; ++t) total[r][t] += q[t] * v;
+        const float s = x[r * a.x_stride + k];
+        for (int v = 0; v < V; ++v) total[r][v] += q[v] * s;
       }
     }
   }
 
   for (int r = 0; r < M; ++r)
-    for (int t = 0; t < T; ++t) {
-      float out[LANES];
-      store(out, total[r][t]);
-      const int64_t first = (tile + t) * LANES;
-      const int64_t lanes = std::min<int64_t>(LANES, a.n - first);
+    for (int v = 0; v < V; ++v) {
+      float out[WIDTH];
+      store(out, total[r][v]);
+      const int64_t first = tile * LANES + v * WIDTH;
+      const int64_t lanes = std::min<int64_t>(WIDTH, a.n - first);
       float* y = a.y + (row + r) * a.y_stride + first;
       for (int64_t i = 0; i < lanes; ++i) {
-        float v = out[i] + (a.bias ? a.bias[first + i] : 0.0f);
-        y[i] = a.accumulate ? y[i] + v : v;
+        float value = out[i] + (a.bias ? a.bias[first + i] : 0.0f);
+        y[i] = a.accumulate ? y[i] + value : value;
       }
     }
 }
@@ -119,16 +120,19 @@ static inline void tiles(const Args& a, int64_t row, int64_t begin, int64_t end)
   for (; t < end; ++t) block<F, M, 1>(a, row, t);
 }
 
-// A tile stays in L1/L2 while all rows pass over it, so weights are read from memory once.
+// A tile stays in L1/L2 while all rows pass over it, so weights are read from memory once. A block's partial sums
+// are eight vectors (sixteen of NEON): all that the registers hold beside what is multiplied.
 template <Format F>
 static void rows(const Args& a, int64_t begin, int64_t end) {
   constexpr int64_t SPAN = 8;
+  constexpr int MOST = WIDTH == 16 ? 8 : 4;
   for (int64_t t = begin; t < end; t += SPAN) {
     const int64_t stop = std::min(end, t + SPAN);
     int64_t row = 0;
-    for (; row + 8 <= a.m; row += 8) tiles<F, 8, 1>(a, row, t, stop);
-    if (row + 4 <= a.m) { tiles<F, 4, 2>(a, row, t, stop); row += 4; }
-    if (row + 2 <= a.m) { tiles<F, 2, 4>(a, row, t, stop); row += 2; }
+    for (; row + MOST <= a.m; row += MOST) tiles<F, MOST, 1>(a, row, t, stop);
+    if constexpr (MOST > 4)
+      if (row + 4 <= a.m) { tiles<F, 4, 2>(a, row, t, stop); row += 4; }
+    if (row + 2 <= a.m) { tiles<F, 2, MOST / 2>(a, row, t, stop); row += 2; }
     if (row < a.m) tiles<F, 1, 4>(a, row, t, stop);
   }
 }
@@ -219,33 +223,33 @@ void pellucid_pack_gguf(int type, const uint8_t* blocks, int64_t n, int64_t k, u
   const int64_t words = type == Q8_0_BLOCK ? 8 : 4;  // int32 words per block and lane
   const int64_t block_bytes = header + words * 4;
   Pool::run(threads, tiles, 1, [&](int64_t begin, int64_t end) {
-  for (int64_t t = begin; t < end; ++t)
-    for (int64_t g = 0; g < groups; ++g)
-      for (int64_t lane = 0; lane < LANES; ++lane) {
-        const int64_t row = t * LANES + lane, at = (t * groups + g) * LANES + lane;
-        uint32_t* to = out + (t * groups + g) * words * LANES + lane;
-        if (row >= n) {
-          for (int64_t i = 0; i < words; ++i) to[i * LANES] = 0;
-          scale[at] = 0;
-          if (minimum) minimum[at] = 0;
-          continue;
+    for (int64_t t = begin; t < end; ++t)
+      for (int64_t g = 0; g < groups; ++g)
+        for (int64_t lane = 0; lane < LANES; ++lane) {
+          const int64_t row = t * LANES + lane, at = (t * groups + g) * LANES + lane;
+          uint32_t* to = out + (t * groups + g) * words * LANES + lane;
+          if (row >= n) {
+            for (int64_t i = 0; i < words; ++i) to[i * LANES] = 0;
+            scale[at] = 0;
+            if (minimum) minimum[at] = 0;
+            continue;
+          }
+          const uint8_t* b = blocks + (row * groups + g) * block_bytes;
+          std::memcpy(scale + at, b, 2);
+          if (type == Q8_0_BLOCK) {
+            for (int64_t i = 0; i < words; ++i) std::memcpy(to + i * LANES, b + header + 4 * i, 4);
+            continue;
+          }
+          if (type == Q4_1_BLOCK) std::memcpy(minimum + at, b + 2, 2);
+          // -8 d is exact in fp16: the exponent grows by three and the sign flips.
+          else minimum[at] = times_minus_eight(scale[at]);
+          uint64_t half[2];
+          std::memcpy(half, b + header, 16);
+          for (int64_t i = 0; i < 2; ++i) {
+            to[i * LANES] = gather_nibbles(half[i]);
+            to[(i + 2) * LANES] = gather_nibbles(half[i] >> 4);
+          }
         }
-        const uint8_t* b = blocks + (row * groups + g) * block_bytes;
-        std::memcpy(scale + at, b, 2);
-        if (type == Q8_0_BLOCK) {
-          for (int64_t i = 0; i < words; ++i) std::memcpy(to + i * LANES, b + header + 4 * i, 4);
-          continue;
-        }
-        if (type == Q4_1_BLOCK) std::memcpy(minimum + at, b + 2, 2);
-        // -8 d is exact in fp16: the exponent grows by three and the sign flips.
-        else minimum[at] = times_minus_eight(scale[at]);
-        uint64_t half[2];
-        std::memcpy(half, b + header, 16);
-        for (int64_t i = 0; i < 2; ++i) {
-          to[i * LANES] = gather_nibbles(half[i]);
-          to[(i + 2) * LANES] = gather_nibbles(half[i] >> 4);
-        }
-      }
   });
 }
 }

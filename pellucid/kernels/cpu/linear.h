@@ -42,11 +42,14 @@ void linear_tiles(int format, const Args& a, int64_t begin, int64_t end);
 constexpr int64_t STRIP = 4;
 
 // Sums of x over each group of 32 columns, for rows [begin, end).
-static inline void group_sums(const float* x, int64_t x_stride, int64_t groups, int64_t begin, int64_t end, float* out) {
+static inline void group_sums(const float* x, int64_t x_stride, int64_t groups, int64_t begin, int64_t end,
+                              float* out) {
   for (int64_t r = begin; r < end; ++r)
     for (int64_t g = 0; g < groups; ++g) {
       const float* p = x + r * x_stride + g * GROUP;
-      out[r * groups + g] = sum(load<f32x16>(p) + load<f32x16>(p + LANES));
+      f32v total = load<f32v>(p);
+      for (int i = WIDTH; i < GROUP; i += WIDTH) total += load<f32v>(p + i);
+      out[r * groups + g] = sum(total);
     }
 }
 

@@ -1,5 +1,10 @@
 #include "pool.h"
 
+#include <pthread.h>
+
+#include <system_error>
+#include <thread>
+
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif
@@ -10,10 +15,10 @@ namespace {
 
 // Long enough to bridge the host's work between two kernels, short enough to leave an idle machine alone.
 constexpr int SPINS = 4000;
-constexpr int FIELD = 20;
+constexpr int FIELD = 32;
 constexpr uint64_t MASK = (uint64_t{1} << FIELD) - 1;
 
-static inline bool has_chunk(uint64_t state) { return (state & MASK) < ((state >> FIELD) & MASK); }
+static inline bool has_chunk(uint64_t state) { return (state & MASK) < state >> FIELD; }
 
 static inline void relax() {
 #if defined(__x86_64__)
@@ -25,16 +30,11 @@ static inline void relax() {
 
 }  // namespace
 
+// Never destroyed: at exit its workers may still look at it. They don't follow a fork: the child gets its own pool.
 Pool& Pool::instance() {
-  static Pool pool;
-  return pool;
-}
-
-Pool::~Pool() {
-  stop_ = true;
-  wake_.fetch_add(1);
-  wake_.notify_all();
-  for (std::thread& worker : workers_) worker.join();
+  static Pool* pool = new Pool;
+  [[maybe_unused]] static const int registered = pthread_atfork(nullptr, nullptr, [] { pool = new Pool; });
+  return *pool;
 }
 
 // Takes and does chunks while there are any; false when there was none.
@@ -52,16 +52,27 @@ bool Pool::take_chunks() {
 }
 
 void Pool::work(int index) {
-  while (!stop_) {
-    for (int idle = 0; idle < SPINS && !stop_.load(std::memory_order_relaxed); ++idle) {
-      if (index < wanted_.load(std::memory_order_relaxed) && take_chunks()) idle = 0;
+  while (true) {
+    // Beyond the number that is wanted now, sleep until it changes.
+    for (int wanted = wanted_.load(); index >= wanted; wanted = wanted_.load()) wanted_.wait(wanted);
+    for (int idle = 0; idle < SPINS && index < wanted_.load(std::memory_order_relaxed); ++idle) {
+      if (take_chunks()) idle = 0;
       relax();
     }
     // Announce the sleep, then look once more: a job published since is either seen here or moves the ticket.
     const uint32_t ticket = wake_.load();
     sleeping_.fetch_add(1);
-    if (!stop_ && !(index < wanted_.load() && has_chunk(state_.load()))) wake_.wait(ticket);
+    if (!has_chunk(state_.load())) wake_.wait(ticket);
     sleeping_.fetch_sub(1);
+  }
+}
+
+// Starts workers up to `wanted`, or as many as the system gives: a job needs none but its caller.
+void Pool::start_workers(int wanted) {
+  try {
+    for (; workers_ < std::min(wanted, most_workers_); ++workers_) std::thread(&Pool::work, this, workers_).detach();
+  } catch (const std::system_error&) {
+    most_workers_ = workers_;
   }
 }
 
@@ -72,13 +83,15 @@ void Pool::run_job(int threads, int64_t chunks, Call call, const void* job) {
     for (int64_t i = 0; i < chunks; ++i) call(job, i);
     return;
   }
-  while ((int)workers_.size() < threads - 1) workers_.emplace_back(&Pool::work, this, (int)workers_.size());
-  wanted_.store(threads - 1, std::memory_order_relaxed);
+  start_workers(threads - 1);
+  if (wanted_.load() != threads - 1) {
+    wanted_.store(threads - 1);
+    wanted_.notify_all();
+  }
   done_.store(0, std::memory_order_relaxed);
   call_.store(call, std::memory_order_relaxed);
   job_.store(job, std::memory_order_relaxed);
-  const uint64_t number = (state_.load() >> (2 * FIELD)) + 1;
-  state_.store(number << (2 * FIELD) | (uint64_t)chunks << FIELD);
+  state_.store((uint64_t)chunks << FIELD);
   if (sleeping_.load() > 0) {
     wake_.fetch_add(1);
     wake_.notify_all();

@@ -7,9 +7,8 @@
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
+#include <limits>
 #include <mutex>
-#include <thread>
-#include <vector>
 
 namespace pellucid {
 
@@ -19,7 +18,8 @@ class Pool {
   // included. Ranges hold at least `grain` items, and are several a thread so that a slow one can be helped.
   template <typename Task>
   static void run(int threads, int64_t count, int64_t grain, const Task& task) {
-    const int64_t chunks = std::min<int64_t>({count / std::max<int64_t>(grain, 1), threads * CHUNKS_PER_THREAD, MAX_CHUNKS});
+    const int64_t most = std::min(threads * CHUNKS_PER_THREAD, MAX_CHUNKS);
+    const int64_t chunks = std::min(count / std::max<int64_t>(grain, 1), most);
     if (threads <= 1 || chunks <= 1) {
       if (count > 0) task(int64_t{0}, count);
       return;
@@ -43,13 +43,13 @@ class Pool {
   };
 
   static Pool& instance();
-  ~Pool();
   void run_job(int threads, int64_t chunks, Call call, const void* job);
-  void work(int index);
+  void start_workers(int wanted);
+  [[noreturn]] void work(int index);
   bool take_chunks();
 
-  // | job number : 24 | chunks : 20 | next chunk : 20 |. They move as one word: whoever takes a chunk knows which job
-  // it is of and that it is real, and a job can't end, nor its description change, before each taken chunk is done.
+  // | chunks : 32 | next chunk : 32 |. They move as one word: whoever takes a chunk knows that it is real, and a job
+  // can't end, nor its description change, before each taken chunk is done.
   std::atomic<uint64_t> state_{0};
   std::atomic<int64_t> done_{0};
   std::atomic<Call> call_{nullptr};
@@ -57,9 +57,10 @@ class Pool {
   std::atomic<int> wanted_{0};  // workers that this job may use
   std::atomic<int> sleeping_{0};
   std::atomic<uint32_t> wake_{0};
-  std::atomic<bool> stop_{false};
   std::mutex busy_;
-  std::vector<std::thread> workers_;
+  // Under busy_:
+  int workers_ = 0;
+  int most_workers_ = std::numeric_limits<int>::max();
 };
 
 }  // namespace pellucid
