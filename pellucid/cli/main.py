@@ -20,10 +20,6 @@ COMMANDS = {
 """Verb -> where its command is, and its line in `--help`: listing the verbs imports none of them."""
 
 
-ENGINE_MODULES = frozenset({"torch", "numpy", "gguf", "tokenizers", "jinja2", "safetensors"})
-"""What the `[engine]` extra installs."""
-
-
 class LazyGroup(click.Group):
     """A group whose commands are imported when they are called, so that `--help` is instant."""
 
@@ -56,12 +52,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     except PellucidError as error:
         click.echo(f"error: {error}", err=True)
         sys.exit(error.exit_code)
-    except ModuleNotFoundError as error:
-        # The base install explains without torch; anything else that is missing is a bug and keeps its traceback.
-        if error.name not in ENGINE_MODULES:
-            raise
-        click.echo(f"error: running a model needs {error.name}: pip install 'pellucid[engine]'", err=True)
-        sys.exit(2)
     except click.exceptions.NoArgsIsHelpError as error:
         click.echo(error.format_message())
         sys.exit(0)

@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Literal
 
 from pellucid.core import InvalidRequestError, Request, RequestOutput, SamplingParams, check_token_id
-from pellucid.engine.inputs import check_tokenizer, load_tokenizer, slow_path_reasons
+from pellucid.engine.inputs import check_installed, check_tokenizer, load_tokenizer, slow_path_reasons
 from pellucid.engine.output import OutputBuilder, TextDelta
 from pellucid.engine.worker import Worker
 from pellucid.hardware.facts import Hardware
@@ -75,6 +75,7 @@ class Engine:
         debug: DebugModes | None = None,
         requires: Literal["ids", "text", "chat"] = "ids",
     ) -> None:
+        check_installed()
         self.args = args
         self.path = resolve_model(args.model)
         checkpoint = Checkpoint.open(self.path)

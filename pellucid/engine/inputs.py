@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 
 from pellucid.core import InvalidRequestError, PellucidError
@@ -10,6 +11,14 @@ from pellucid.selection.plan import ExecutionPlan
 from pellucid.tokenizer.tokenizer import Tokenizer
 
 TOKENIZER_FILES = ("tokenizer.json", "tiktoken.model")
+PACKAGES = ("torch", "numpy", "gguf", "tokenizers", "jinja2")
+
+
+def check_installed() -> None:
+    """Raises PellucidError naming what the base install lacks, before anything is downloaded or read."""
+    missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
+    if missing:
+        raise PellucidError(f"running a model needs {', '.join(missing)}: pip install 'pellucid[engine]'")
 
 
 def load_tokenizer(checkpoint: Checkpoint, chat_template: str | None = None) -> Tokenizer | None:
