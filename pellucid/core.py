@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
 FinishReason = Literal["stop", "length", "abort"]
@@ -50,11 +50,54 @@ class PlanError(PellucidError):
 
 
 @dataclass(frozen=True, slots=True)
+class StructuredOutputs:
+    """The form that an output must have. Exactly one field is set.
+
+    `json` is a JSON schema as JSON text ("{}" or "true": any JSON). `regex` must match the whole output. `choice` lists
+    the outputs to choose from. `grammar` is in llguidance's dialect of Lark, or in GBNF (with a rule `root ::=`).
+
+    Raises:
+        InvalidRequestError: none is set, several are, or one is empty. Whether it can be followed is for the engine to
+            say, which knows the vocabulary.
+    """
+
+    json: str | None = None
+    json_object: bool = False
+    regex: str | None = None
+    choice: tuple[str, ...] | None = None
+    grammar: str | None = None
+
+    def __post_init__(self) -> None:
+        def refuse(reason: str) -> InvalidRequestError:
+            return InvalidRequestError(f"structured_outputs: {reason}", "structured_outputs")
+
+        names = [field.name for field in fields(self)]
+        given = [name for name in names if getattr(self, name) not in (None, False)]
+        if len(given) != 1:
+            raise refuse(f"set exactly one of {', '.join(names)}; got {', '.join(given) or 'none'}")
+        name, value = given[0], getattr(self, given[0])
+        if name == "choice":
+            if isinstance(value, str) or not all(isinstance(text, str) for text in value):
+                raise refuse("choice is a list of strings")
+            object.__setattr__(self, "choice", tuple(value))
+            if not value or not all(value):
+                raise refuse("choice must have at least one string, and none that is empty")
+        elif name == "json_object":
+            if value is not True:
+                raise refuse(f"json_object must be true or false, got {value!r}")
+        elif not isinstance(value, str):
+            raise refuse(f"{name} must be text, got {type(value).__name__}")
+        elif not value.strip():
+            raise refuse(f"{name} must not be empty")
+
+
+@dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How to choose the next token, and when to stop. Names and defaults as in vLLM.
 
     `temperature=0` is greedy. `top_k=0` (or -1) and `top_p=1` are off. `max_tokens=None` means up to the
     context length, the default is vLLM's. `seed` makes a request reproducible whatever it is batched with.
+    With `structured_outputs`, `min_tokens` and `ignore_eos` put off the end only while the output's form lets it go on.
 
     Raises:
         InvalidRequestError: a value outside its range; `param` names the field.
@@ -80,6 +123,7 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     seed: int | None = None
     skip_special_tokens: bool = True
+    structured_outputs: StructuredOutputs | None = None
 
     def __post_init__(self) -> None:
         for name in ("stop", "stop_token_ids"):
@@ -130,7 +174,8 @@ class SamplingParams:
 
     def single(self, index: int) -> SamplingParams:
         """The parameters of the `index`-th of `n` samples: n=1, a seed of its own if seeded, the prompt scored once."""
-        seed = None if self.seed is None else self.seed + index
+        # Seeds are 64 bits and wrap around.
+        seed = None if self.seed is None else (self.seed + index + 2**63) % 2**64 - 2**63
         return replace(self, n=1, seed=seed, prompt_logprobs=None if index else self.prompt_logprobs)
 
 
@@ -154,7 +199,7 @@ _RANGES: tuple[tuple[str, type, float, float], ...] = (
 def _is_number(value: Any, kind: type) -> bool:
     if isinstance(value, bool) or not isinstance(value, int if kind is int else (int, float)):
         return False
-    return not math.isnan(value)
+    return isinstance(value, int) or not math.isnan(value)
 
 
 def check_token_id(token_id: int, vocab_size: int, param: str) -> None:
@@ -202,9 +247,13 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class RequestMetrics:
-    """Seconds on one monotonic clock. `decode_tok_s` excludes the first token."""
+    """Seconds on one monotonic clock. `decode_tok_s` excludes the first token.
+
+    `scheduled_time` is when a step first computed tokens of the request.
+    """
 
     arrival_time: float
+    scheduled_time: float | None = None
     first_token_time: float | None = None
     finish_time: float | None = None
     cached_prompt_tokens: int = 0

@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from pellucid.core import PellucidError, SamplingParams
-from pellucid.engine.engine import EncodedPrompt, Engine, Prompt
+from pellucid.engine.engine import Engine
 from pellucid.engine.output import TextDelta
+from pellucid.engine.prompts import EncodedPrompt, Prompt
 from pellucid.models.weights import LoadProgress
 from pellucid.selection.args import EngineArgs
 

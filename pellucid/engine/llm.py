@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pellucid.core import InvalidRequestError, PellucidError, RequestOutput, SamplingParams
-from pellucid.engine.engine import DebugModes, EncodedPrompt, Engine, Prompt
+from pellucid.engine.engine import DebugModes, Engine
 from pellucid.engine.hidden_states import HiddenStates
 from pellucid.engine.output import TextDelta
+from pellucid.engine.prompts import EncodedPrompt, Prompt
 from pellucid.models.weights import LoadProgress
 from pellucid.selection.args import EngineArgs
 from pellucid.selection.plan import ExecutionPlan

@@ -14,7 +14,7 @@ from pellucid.core import (
     RequestMetrics,
     TokenLogprobs,
 )
-from pellucid.engine.worker import StepOutput
+from pellucid.engine.step_output import StepOutput
 from pellucid.tokenizer.detokenizer import IncrementalDetokenizer
 from pellucid.tokenizer.stop_strings import StopStringMatcher
 from pellucid.tokenizer.tokenizer import Tokenizer
@@ -45,10 +45,19 @@ class TextDelta:
 class OutputBuilder:
     """Collects one sample: text, tokens, logprobs, prompt rows, times."""
 
-    def __init__(self, request: Request, index: int, tokenizer: Tokenizer | None, *, continues_text: bool) -> None:
-        """`continues_text`: the prompt was text, and the output goes on where it ends."""
+    def __init__(
+        self,
+        request: Request,
+        index: int,
+        tokenizer: Tokenizer | None,
+        *,
+        continues_text: bool,
+        group_id: str | None = None,
+    ) -> None:
+        """`continues_text`: the prompt was text, and the output goes on where it ends. `group_id` is for the deltas."""
         params = request.params
         self.request, self.index = request, index
+        self._group_id = request.request_id if group_id is None else group_id
         self._detokenizer = None
         if tokenizer is not None:
             self._detokenizer = IncrementalDetokenizer(
@@ -60,6 +69,7 @@ class OutputBuilder:
         self.prompt_logprobs: list[TokenLogprobs] = []
         self._hidden: dict[int, torch.Tensor] = {}
         self._text: list[str] = []
+        self._scheduled_time: float | None = None
         self._first_token_time: float | None = None
         self.finish_reason: FinishReason | None = None
         self.stop_reason: str | int | None = None
@@ -77,6 +87,7 @@ class OutputBuilder:
         if output.token_id is not None:
             if self._first_token_time is None:
                 self._first_token_time = time.monotonic()
+                self._scheduled_time = output.scheduled_time
             new_ids = (output.token_id,)
             self.token_ids.append(output.token_id)
             if output.logprobs is not None:
@@ -93,9 +104,8 @@ class OutputBuilder:
         self._text.append(text)
         logprobs = (output.logprobs,) if output.logprobs is not None else ()
         metrics = self.metrics if finish is not None else None
-        return TextDelta(
-            self.request.request_id, self.index, text, new_ids, logprobs, finish, reason, metrics, output.error
-        )
+        error = None if output.failure is None else output.failure.as_exception()
+        return TextDelta(self._group_id, self.index, text, new_ids, logprobs, finish, reason, metrics, error)
 
     def result(self) -> CompletionOutput:
         return CompletionOutput(
@@ -141,6 +151,7 @@ class OutputBuilder:
         self.finish_reason, self.stop_reason = finish, reason
         self.metrics = RequestMetrics(
             self.request.arrival_time,
+            scheduled_time=self._scheduled_time,
             first_token_time=self._first_token_time,
             finish_time=time.monotonic(),
             cached_prompt_tokens=output.cached_prompt_tokens,

@@ -2,59 +2,64 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+import time
+from collections.abc import Callable
 
-from pellucid.core import FinishReason, PellucidError, Request, TokenLogprobs
+from pellucid.core import InvalidRequestError, Request, StructuredOutputs
+from pellucid.engine.step_output import RequestFailure, StepOutput
 from pellucid.runner.model_runner import ModelRunner
+from pellucid.runner.sampler import Constraint
 from pellucid.scheduler.scheduler import Scheduler
 from pellucid.step_plan import SchedulerStats, SequenceUpdate, StepPlan
 
-if TYPE_CHECKING:
-    import torch
-
-
-@dataclass(frozen=True, slots=True)
-class StepOutput:
-    """What one step did for one request. `token_id` is None for a prefill chunk, or when nothing was sampled.
-
-    `prompt_logprobs` and `hidden` belong to this step's rows, the first of which is position `start`. After a
-    preemption positions come again, and rows past the prompt may come with them. `error` is why this request alone
-    could not go on; it has ended with "abort".
-    """
-
-    request_id: str
-    start: int
-    token_id: int | None = None
-    logprobs: TokenLogprobs | None = None
-    finish_reason: FinishReason | None = None
-    stop_reason: str | int | None = None
-    cached_prompt_tokens: int = 0
-    preemptions: int = 0
-    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
-    hidden: torch.Tensor | None = None
-    error: PellucidError | None = None
-
 
 class Worker:
-    """One rank: plans, runs and commits steps. A request is known to scheduler and runner or to neither."""
+    """One rank: plans, runs and commits steps. A request is known to scheduler and runner or to neither.
 
-    def __init__(self, scheduler: Scheduler, runner: ModelRunner) -> None:
+    `compile_constraint` makes a request's grammar; None where structured outputs can't be had.
+
+    Attributes:
+        last_step_tokens: tokens that the latest step computed.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: ModelRunner,
+        compile_constraint: Callable[[StructuredOutputs], Constraint] | None = None,
+    ) -> None:
         self._scheduler, self._runner = scheduler, runner
+        self._compile_constraint = compile_constraint
+        self._scheduled: dict[str, float] = {}
+        self.last_step_tokens = 0
 
     def add_request(self, request: Request) -> None:
         """Raises InvalidRequestError, and keeps nothing, when the request can never be served."""
+        constraint = self._constraint(request)
         self._scheduler.add_request(request)
-        self._runner.add_request(request)
+        self._runner.add_request(request, constraint)
+
+    def _constraint(self, request: Request) -> Constraint | None:
+        outputs = request.params.structured_outputs
+        if outputs is None:
+            return None
+        if self._compile_constraint is None:
+            raise InvalidRequestError(
+                "structured outputs need a tokenizer and llguidance: pip install 'pellucid[serve]'",
+                "structured_outputs",
+            )
+        return self._compile_constraint(outputs)
 
     def abort(self, request_id: str) -> bool:
         """False when there is no such request."""
         self._runner.remove_request(request_id)
+        self._scheduled.pop(request_id, None)
         return self._scheduler.abort(request_id)
 
     def finish(self, request_id: str, stop_string: str) -> None:
         """A stop string was found in the request's text."""
         self._runner.remove_request(request_id)
+        self._scheduled.pop(request_id, None)
         self._scheduler.finish(request_id, stop_string)
 
     def has_unfinished(self) -> bool:
@@ -68,6 +73,11 @@ class Worker:
         plan = self._scheduler.plan_step()
         if plan is None:
             return []
+        self.last_step_tokens = plan.num_tokens
+        now = time.monotonic()
+        for row in plan.scheduled:
+            if row.is_prefill:
+                self._scheduled.setdefault(row.request_id, now)
         try:
             result = self._runner.step(plan)
         except BaseException:
@@ -82,8 +92,8 @@ class Worker:
         outputs = []
         for row in plan.scheduled:
             if row.request_id in result.failed:
-                error = result.failed[row.request_id]
-                outputs.append(StepOutput(row.request_id, row.start, finish_reason="abort", error=error))
+                failure = RequestFailure.of(result.failed[row.request_id])
+                outputs.append(StepOutput(row.request_id, row.start, finish_reason="abort", failure=failure))
                 continue
             update = updates.get(row.request_id)
             prompt_logprobs = tuple(result.prompt_logprobs.get(row.request_id, ()))
@@ -91,6 +101,10 @@ class Worker:
             if update is None and not prompt_logprobs and hidden is None:
                 continue
             update = update or SequenceUpdate(row.request_id, None, None, None, 0, 0)
+            if row.request_id in result.ended:
+                # A complete output has ended, also where `ignore_eos` or `min_tokens` keep the scheduler from it.
+                self._scheduler.abort(row.request_id)
+                update = update._replace(finish_reason="stop")
             sampled = result.sampled.get(row.request_id)
             outputs.append(
                 StepOutput(
@@ -102,12 +116,15 @@ class Worker:
                     update.stop_reason,
                     update.cached_prompt_tokens,
                     update.preemptions,
+                    self._scheduled.pop(row.request_id, None) if update.token_id is not None else None,
                     prompt_logprobs,
+                    None,
                     hidden,
                 )
             )
             if update.finish_reason is not None:
                 self._runner.remove_request(row.request_id)
+                self._scheduled.pop(row.request_id, None)
         return outputs
 
     def _drop(self, plan: StepPlan) -> None:

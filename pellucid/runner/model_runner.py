@@ -14,7 +14,7 @@ from pellucid.models.loading import load_decoder
 from pellucid.models.weights import ProgressCallback
 from pellucid.runner.backends import create_backends
 from pellucid.runner.forward_batch import build_forward_batch
-from pellucid.runner.sampler import SampledToken, SamplingState, logprobs_of, sample
+from pellucid.runner.sampler import Constraint, SampledToken, SamplingState, logprobs_of, sample
 from pellucid.selection.plan import ExecutionPlan
 from pellucid.step_plan import ScheduledSequence, StepPlan
 from pellucid.traits.backend import Phase
@@ -29,12 +29,14 @@ if TYPE_CHECKING:
 class StepResult:
     """What one step produced, by request id. A row to sample is in `sampled`, or in `failed` with the reason.
 
+    `ended` are the requests whose constraint took the token as the end of the output.
     `prompt_logprobs`: entry i belongs to the token after the i-th row of this step. `hidden`: rows of this step,
     [rows, captured layers * hidden], in the order of `ModelRunner.capture`.
     """
 
     sampled: dict[str, SampledToken] = field(default_factory=dict)
     failed: dict[str, PellucidError] = field(default_factory=dict)
+    ended: set[str] = field(default_factory=set)
     prompt_logprobs: dict[str, list[TokenLogprobs]] = field(default_factory=dict)
     hidden: dict[str, torch.Tensor] = field(default_factory=dict)
 
@@ -75,13 +77,17 @@ class ModelRunner:
         self._states: dict[str, SamplingState] = {}
         self._unseeded = 0
 
-    def add_request(self, request: Request) -> None:
-        """Start keeping sampling state. A request without a seed gets one of its own from the engine's."""
+    def add_request(self, request: Request, constraint: Constraint | None = None) -> None:
+        """Start keeping sampling state. A request without a seed gets one of its own from the engine's.
+
+        `constraint` is this request's alone. It follows tokens as they are sampled; a preemption computes them again,
+        but never samples them again.
+        """
         seed = request.params.seed
         if seed is None:
             self._unseeded += 1
             seed = self.plan.seed * 1_000_003 + self._unseeded
-        self._states[request.request_id] = SamplingState(request, seed)
+        self._states[request.request_id] = SamplingState(request, seed, constraint)
 
     def remove_request(self, request_id: str) -> None:
         self._states.pop(request_id, None)
@@ -137,12 +143,24 @@ class ModelRunner:
         if states:
             picked = logits if len(chosen_rows) == logits.shape[0] else logits[chosen_rows]
             for state, found in zip(states, sample(picked, states), strict=True):
-                if isinstance(found, PellucidError):
-                    result.failed[state.request.request_id] = found
-                else:
-                    state.append(found.token_id)
-                    result.sampled[state.request.request_id] = found
+                _keep(state, found, result)
         return result
+
+
+def _keep(state: SamplingState, found: SampledToken | PellucidError, result: StepResult) -> None:
+    """Put what was sampled into the state and the result."""
+    request_id = state.request.request_id
+    if isinstance(found, SampledToken):
+        try:
+            state.append(found.token_id)
+        except PellucidError as error:
+            found = error
+    if isinstance(found, PellucidError):
+        result.failed[request_id] = found
+        return
+    result.sampled[request_id] = found
+    if state.constraint is not None and state.constraint.finished:
+        result.ended.add(request_id)
 
 
 def _prompt_logprobs(logits: torch.Tensor, row: ScheduledSequence, state: SamplingState) -> list[TokenLogprobs]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from pellucid.core import InvalidRequestError, Logprob, PellucidError, Request, SamplingParams, TokenLogprobs
 
@@ -20,12 +20,33 @@ NUCLEUS_GUESS = 512
 """Most likely tokens looked at first for top-p; the whole vocabulary is sorted only if they do not cover it."""
 
 
+class Constraint(Protocol):
+    """The form one request's output must have, followed as far as its tokens go. Made above: see `tokenizer`.
+
+    Both methods raise PellucidError when it can't be followed any further.
+    """
+
+    def allowed(self) -> bytes:
+        """Bit i % 8 of byte i // 8 says whether token i may come next; end tokens may where the output may end."""
+        ...
+
+    def accept(self, token_id: int) -> None:
+        """Go on by the token that was taken."""
+        ...
+
+    @property
+    def finished(self) -> bool:
+        """Whether an end token was accepted."""
+        ...
+
+
 @dataclass(slots=True)
 class SamplingState:
     """What sampling needs to know of one request: its parameters, its seed, its tokens so far."""
 
     request: Request
     seed: int
+    constraint: Constraint | None = None
     output_token_ids: list[int] = field(default_factory=list)
     output_counts: Counter[int] = field(default_factory=Counter)
 
@@ -34,6 +55,9 @@ class SamplingState:
         return self.request.params
 
     def append(self, token_id: int) -> None:
+        """Raises PellucidError when the constraint can't follow."""
+        if self.constraint is not None:
+            self.constraint.accept(token_id)
         self.output_token_ids.append(token_id)
         self.output_counts[token_id] += 1
 
@@ -48,6 +72,7 @@ class SamplingState:
             or bool(p.logit_bias)
             or p.allowed_token_ids is not None
             or self.bans_end
+            or self.constraint is not None
         )
 
     @property
@@ -67,22 +92,33 @@ class SampledToken:
 def sample(logits: torch.Tensor, states: Sequence[SamplingState]) -> list[SampledToken | PellucidError]:
     """One token per row of logits [rows, vocab], fp32.
 
-    A row without a finite maximum gives an error that names its request, so that it costs no other row its token.
+    A row without a finite maximum, or whose constraint fails, gives an error that names its request, so that it costs
+    no other row its token.
     """
     import torch
 
+    failures: dict[int, PellucidError] = {}
     if all(state.params.greedy and not state.rewrites_logits for state in states):
         top = logits.max(dim=-1)
         chosen, best = top.indices.tolist(), top.values
     else:
-        pairs = list(zip(logits, states, strict=True))
-        rows = [_rewrite(row, state) if state.rewrites_logits else row for row, state in pairs]
+        rows = []
+        for index, (row, state) in enumerate(zip(logits, states, strict=True)):
+            try:
+                rows.append(_rewrite(row, state) if state.rewrites_logits else row)
+            except PellucidError as error:
+                failures[index] = error
+                rows.append(row)
         chosen = [_choose(row, state) for row, state in zip(rows, states, strict=True)]
         best = torch.stack([row.max() for row in rows])
     found: list[SampledToken | PellucidError] = []
-    for token, row, finite, state in zip(chosen, logits, best.isfinite().tolist(), states, strict=True):
+    for index, (token, row, finite, state) in enumerate(
+        zip(chosen, logits, best.isfinite().tolist(), states, strict=True)
+    ):
         count = state.params.logprobs
-        if finite:
+        if index in failures:
+            found.append(failures[index])
+        elif finite:
             found.append(SampledToken(token, None if count is None else logprobs_of(row, token, count)))
         else:
             found.append(_why_not_finite(row, state))
@@ -113,18 +149,19 @@ def _why_not_finite(logits: torch.Tensor, state: SamplingState) -> PellucidError
     name = state.request.request_id
     if bool(logits.max().isfinite()):
         return InvalidRequestError(
-            f"request {name!r} leaves no token to choose from; loosen allowed_token_ids, logit_bias or min_tokens",
+            f"request {name!r} leaves no token to choose from; loosen allowed_token_ids, logit_bias, min_tokens or "
+            "structured_outputs",
             "allowed_token_ids" if state.params.allowed_token_ids is not None else "logit_bias",
         )
     return PellucidError(f"the model's logits for request {name!r} are not finite; check the weights and the dtype")
 
 
 def _rewrite(logits: torch.Tensor, state: SamplingState) -> torch.Tensor:
-    """Bans, bias and penalties, in vLLM's order; a new [vocab] tensor."""
+    """Bans, bias and penalties, in vLLM's order; a new [vocab] tensor. Raises PellucidError if the constraint does."""
     import torch
 
     params = state.params
-    logits = logits.clone()
+    given, logits = logits, logits.clone()
     if params.allowed_token_ids is not None:
         allowed = list(params.allowed_token_ids)
         kept = torch.full_like(logits, float("-inf"))
@@ -132,6 +169,11 @@ def _rewrite(logits: torch.Tensor, state: SamplingState) -> torch.Tensor:
         logits = kept
     for token_id, bias in params.logit_bias.items():
         logits[token_id] += bias
+    permitted = None if state.constraint is None else _unpack(state.constraint.allowed(), logits)
+    if permitted is not None:
+        logits.masked_fill_(~permitted, float("-inf"))
+        if params.ignore_eos:
+            logits[list(state.request.eos_token_ids)] = float("-inf")
     if state.bans_end:
         eos = () if params.ignore_eos else state.request.eos_token_ids
         logits[list({*eos, *params.stop_token_ids})] = float("-inf")
@@ -144,7 +186,21 @@ def _rewrite(logits: torch.Tensor, state: SamplingState) -> torch.Tensor:
         tokens = torch.tensor(list(state.output_counts), device=logits.device)
         counts = torch.tensor(list(state.output_counts.values()), dtype=logits.dtype, device=logits.device)
         logits[tokens] -= params.presence_penalty + params.frequency_penalty * counts
+    if permitted is not None and not bool(logits.isfinite().any()):
+        # What has the form asked for, and can't go on, ends: no ban keeps it from that.
+        ends = [token_id for token_id in state.request.eos_token_ids if permitted[token_id]]
+        logits[ends] = given[ends]
     return logits
+
+
+def _unpack(bits: bytes, logits: torch.Tensor) -> torch.Tensor:
+    """[vocab] booleans, on the device of `logits` [vocab], from `Constraint.allowed`; False beyond its end."""
+    import torch
+
+    packed = torch.frombuffer(bytearray(bits), dtype=torch.uint8).to(logits.device)
+    shifts = torch.arange(8, dtype=torch.uint8, device=logits.device)
+    unpacked = (packed.unsqueeze(-1) >> shifts).bitwise_and_(1).bool().flatten()[: logits.shape[-1]]
+    return torch.nn.functional.pad(unpacked, (0, logits.shape[-1] - unpacked.shape[-1]))
 
 
 def _choose(logits: torch.Tensor, state: SamplingState) -> int:

@@ -144,10 +144,45 @@ class Tokenizer:
         Raises:
             InvalidRequestError: there is no template, or it refuses the messages.
         """
+        return list(
+            self.encode_chat(
+                messages,
+                tools,
+                add_generation_prompt,
+                allow_special_in_content=allow_special_in_content,
+                **kwargs,
+            )[1]
+        )
+
+    def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        *,
+        continue_final_message: bool = False,
+        allow_special_in_content: bool = False,
+        **kwargs: Any,
+    ) -> tuple[str, list[int]]:
+        """The prompt of a chat as text and as ids; see `apply_chat_template`.
+
+        With `continue_final_message` the prompt ends where the last message's text ends, so that the model goes on
+        with it.
+
+        Raises:
+            InvalidRequestError: there is no template, it refuses the messages, or it does not show the last one.
+        """
         if not allow_special_in_content:
             messages = self._shield.spoil_messages(messages)
-        text = self.render_chat(messages, tools, add_generation_prompt, **kwargs)
-        return self._encode(self._shield.backend if MARK in text else self._backend, text)
+        text = self.render_chat(messages, tools, add_generation_prompt and not continue_final_message, **kwargs)
+        if continue_final_message:
+            text = _cut_after_final_message(text, messages)
+        return text, self._encode(self._shield.backend if MARK in text else self._backend, text)
+
+    @property
+    def added_tokens(self) -> frozenset[str]:
+        """Spellings of the tokens beside the vocabulary proper: control tokens, and markers of calls and reasoning."""
+        return frozenset(self._added.values())
 
     @cached_property
     def _template(self) -> ChatTemplate:
@@ -185,3 +220,15 @@ class Tokenizer:
         if match := _BYTE_TOKEN.fullmatch(spelling):
             return bytes([int(match.group(1), 16)])
         return spelling.replace("\u2581", " ").encode("utf-8")
+
+
+def _cut_after_final_message(text: str, messages: Sequence[Mapping[str, Any]]) -> str:
+    content = messages[-1].get("content") if messages else None
+    # Templates trim; what they trimmed can't be asked for.
+    shown = content.strip() if isinstance(content, str) else ""
+    start = text.rfind(shown) if shown else -1
+    if start < 0:
+        raise InvalidRequestError(
+            "continue_final_message needs a last message whose text the chat template writes as it is", "messages"
+        )
+    return text[: start + len(shown)]

@@ -11,7 +11,7 @@ import pytest
 from pellucid import LLM, SamplingParams
 from pellucid.core import CompletionOutput, Request
 from pellucid.engine.output import OutputBuilder
-from pellucid.engine.worker import StepOutput
+from pellucid.engine.step_output import StepOutput
 from pellucid.tokenizer.tokenizer import Tokenizer
 from tests.engine.tiny import MakeLLM
 

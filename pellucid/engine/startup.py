@@ -1,0 +1,112 @@
+"""From a model's name to what runs it, in steps that refuse before work is lost. Used by `Engine` and the processes."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pellucid.core import InvalidRequestError, StructuredOutputs
+from pellucid.engine.inputs import check_installed, slow_path_reasons
+from pellucid.engine.worker import Worker
+from pellucid.hardware.facts import Hardware
+from pellucid.hardware.probe import probe
+from pellucid.models.checkpoint import Checkpoint
+from pellucid.models.hub import resolve_model
+from pellucid.models.weights import LoadProgress
+from pellucid.runner.model_runner import ModelRunner
+from pellucid.scheduler.config import SchedulerConfig
+from pellucid.scheduler.scheduler import Scheduler
+from pellucid.selection.args import EngineArgs
+from pellucid.selection.memory import stored_bytes
+from pellucid.selection.plan import ExecutionPlan
+from pellucid.selection.resolve import resolve
+from pellucid.traits.model import ModelTraits
+
+if TYPE_CHECKING:
+    from pellucid.runner.sampler import Constraint
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class DebugModes:
+    """Modes that force rare paths. `None` is off."""
+
+    force_preempt_every: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFiles:
+    """A checkpoint whose headers are read and whose traits are supported. `notes` are for people."""
+
+    path: Path
+    checkpoint: Checkpoint
+    traits: ModelTraits
+    notes: tuple[str, ...]
+
+
+def open_model(name: str) -> ModelFiles:
+    """Find the model (which may download it), read its headers, and say what it is. Needs no torch.
+
+    Raises:
+        PellucidError: it is not there, is damaged, or has a trait that this version lacks.
+    """
+    check_installed()
+    path = resolve_model(name)
+    checkpoint = Checkpoint.open(path)
+    report = checkpoint.report()
+    report.require_supported()
+    checkpoint.require_weights()
+    for conflict in report.conflicts:
+        logger.warning("%s: %s", path.name, conflict)
+    return ModelFiles(path, checkpoint, report.traits, (*report.notes, *report.conflicts))
+
+
+def make_plan(args: EngineArgs, files: ModelFiles, hardware: Hardware | None = None) -> ExecutionPlan:
+    """The plan for this machine, or for `hardware`. Raises PlanError for one that can't start."""
+    stored = stored_bytes(files.checkpoint.tensors, files.traits.num_layers)
+    plan = resolve(args, files.traits, hardware or probe(), stored_bytes=stored)
+    plan.check_startable()
+    for reason in slow_path_reasons(plan):
+        logger.warning("%s", reason)
+    return plan
+
+
+def load_worker(
+    files: ModelFiles,
+    plan: ExecutionPlan,
+    *,
+    capture_layers: Sequence[int] = (),
+    on_progress: Callable[[LoadProgress], None] | None = None,
+    debug: DebugModes | None = None,
+    compile_constraint: Callable[[StructuredOutputs], Constraint] | None = None,
+) -> Worker:
+    """Read the weights and make the step loop's worker.
+
+    Raises:
+        PellucidError: layers to capture that the model lacks, or tensors that do not make the model.
+    """
+    for layer in capture_layers:
+        if not 0 <= layer < files.traits.num_layers:
+            raise InvalidRequestError(
+                f"layer {layer} to capture is outside [0, {files.traits.num_layers})", "capture_layers"
+            )
+    runner = ModelRunner(files.traits, files.checkpoint.tensors, plan, capture_layers, on_progress)
+    return Worker(Scheduler(scheduler_config(plan, debug)), runner, compile_constraint)
+
+
+def scheduler_config(plan: ExecutionPlan, debug: DebugModes | None = None) -> SchedulerConfig:
+    """What of the plan bounds steps and the KV pool."""
+    return SchedulerConfig(
+        max_num_seqs=plan.max_num_seqs,
+        max_num_batched_tokens=plan.max_num_batched_tokens,
+        max_model_len=plan.max_model_len,
+        num_pages=plan.num_kv_pages,
+        page_size=plan.page_size,
+        enable_prefix_caching=plan.enable_prefix_caching,
+        enable_chunked_prefill=plan.enable_chunked_prefill,
+        force_preempt_every=None if debug is None else debug.force_preempt_every,
+    )
