@@ -1,0 +1,1 @@
+"""What the server reads and writes: msgspec Structs, one module per endpoint, and the decoding of bodies."""

@@ -1,0 +1,155 @@
+"""A request body to a Struct: `decode_body`. Every endpoint that takes JSON calls it; whatever is wrong is a 400."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+import msgspec
+
+from pellucid.server.errors import MAX_ECHO, ApiError, bad_request, shorten
+from pellucid.server.protocol.allowed_values import allowed_values
+
+T = TypeVar("T", bound=msgspec.Struct)
+
+MAX_DEPTH = 64
+"""Deepest nesting of a body: what comes after (templates, grammars) walks JSON values recursively."""
+
+MAX_UNKNOWN = 20
+"""Most unknown field names that are reported."""
+
+_TOO_DEEP = f"the request body nests deeper than {MAX_DEPTH} levels"
+_STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
+_AS_SQUARE = bytes.maketrans(b"{}", b"[]")
+_NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
+_LOCATION = re.compile(r"^(?P<message>.*?)(?: - at (?P<key>`key` in )?`\$\.?(?P<path>[^`]*)`)?$", re.DOTALL)
+_FIELD_IN_MESSAGE = re.compile(r"^Object (?:missing required|contains unknown) field `(?P<name>.*)`$", re.DOTALL)
+_TYPE_NAME = re.compile(r"\b(?:int|str|bool|float)\b")
+_TYPE_NAMES = {"int": "integer", "str": "string", "bool": "boolean", "float": "number"}
+_HALF_PAIR = re.compile(rb"\\u[dD][89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])")
+_NOT_A_NAME = re.compile(r"[^A-Za-z0-9_.-]")
+
+
+def decode_body(data: bytes, type: type[T]) -> tuple[T, tuple[str, ...]]:
+    """The request, and the names of its top-level fields that `type` does not have, safe to put in a header.
+
+    A field that `type.REFUSED` names (name -> what to do instead) is refused unless it says nothing: null, false,
+    an empty list or text.
+
+    Raises:
+        ApiError: 400; `param` is the path of the field, as in "messages[0].role".
+    """
+    fields = _read_object(data)
+    known = _encoded_names(type)
+    unknown = [name for name in fields if name not in known]
+    refused: Mapping[str, str] = getattr(type, "REFUSED", {})
+    for name in unknown:
+        if name in refused and bytes(fields[name]) not in (b"null", b"false", b"[]", b'""'):
+            raise bad_request(f"{name} is not supported: {refused[name]}", name)
+    if _nests_deeper(data, MAX_DEPTH):
+        raise bad_request(_TOO_DEEP)
+    try:
+        request = _decode(data, type)
+    except msgspec.ValidationError as error:
+        raise _explain(str(error), type) from None
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise _malformed(error, data) from None
+    return request, tuple(_NOT_A_NAME.sub("?", name[:64]) for name in sorted(unknown)[:MAX_UNKNOWN])
+
+
+def _decode(data: bytes, type: type[T]) -> T:
+    try:
+        return msgspec.json.decode(data, type=type)
+    except msgspec.ValidationError as error:
+        if "got `float`" not in str(error):
+            raise
+    # 16.0 is an integer to JSON and to clients in languages that have floats only; msgspec wants it without the point.
+    return msgspec.convert(_with_integers(msgspec.json.decode(data)), type, str_keys=True)
+
+
+def _with_integers(value: Any) -> Any:
+    """`value` with every float that is a whole number, and exact as one, as an int."""
+    if isinstance(value, float) and value.is_integer() and abs(value) < 2**53:
+        return int(value)
+    if isinstance(value, list):
+        return [_with_integers(item) for item in value]
+    if isinstance(value, dict):
+        return {name: _with_integers(item) for name, item in value.items()}
+    return value
+
+
+def _read_object(data: bytes) -> dict[str, msgspec.Raw]:
+    """The body's top-level fields, undecoded."""
+    try:
+        data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise bad_request(f"the request body is not UTF-8 (byte {error.start})") from None
+    if not data.strip():
+        raise bad_request("the request body is empty; send a JSON object")
+    try:
+        return msgspec.json.decode(data, type=dict[str, msgspec.Raw])
+    except msgspec.ValidationError:
+        raise bad_request("the request body must be a JSON object") from None
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise _malformed(error, data) from None
+
+
+def _encoded_names(type: type[msgspec.Struct]) -> frozenset[str]:
+    config = type.__struct_config__
+    return frozenset(type.__struct_encode_fields__) | ({config.tag_field} if config.tag_field else set())
+
+
+def _malformed(error: Exception, data: bytes) -> ApiError:
+    if isinstance(error, RecursionError):
+        return bad_request(_TOO_DEEP)
+    reason = str(error).removeprefix("JSON is malformed: ")
+    # The decoder looks for the other half past the end of the string, and reports what it finds there.
+    if reason == "Input data was truncated" and _HALF_PAIR.search(data):
+        reason = "a string holds half of a surrogate pair"
+    return bad_request(f"the request body is not valid JSON: {shorten(reason, MAX_ECHO)}")
+
+
+def _explain(text: str, type: type[msgspec.Struct]) -> ApiError:
+    """msgspec's message in the API's words, with the path as `param`."""
+    found = _LOCATION.match(text)
+    assert found is not None
+    message, path = found["message"], found["path"] or ""
+    named = _FIELD_IN_MESSAGE.match(message)
+    if named is not None:
+        param = f"{path}.{named['name']}" if path else named["name"]
+        what = "is required" if "missing" in message else "is not a field of this object"
+        return bad_request(f"{shorten(param, MAX_ECHO)} {what}", param)
+    # The value of a mapping has no name here: `logit_bias[...]`.
+    param = path.removesuffix("[...]")
+    if message.startswith(("Invalid value", "Invalid enum value")):
+        value = shorten(message.partition("value ")[2], MAX_ECHO)
+        allowed = allowed_values(type, path)
+        expected = f"; one of: {', '.join(map(str, allowed))}" if allowed else ""
+        if _is_part_type(path):
+            return bad_request(f"{param}: this model takes text only, got a part of type {value}", param)
+        return bad_request(f"{param} must not be {value}{expected}", param)
+    if message.startswith("Expected "):
+        message = _TYPE_NAME.sub(lambda match: _TYPE_NAMES[match[0]], message.replace("`", ""))
+        message = message.replace(" | ", " or ").replace("Expected", "expected")
+    else:
+        message = message.replace("`", "")
+    where = f"{param}, keys" if found["key"] else param
+    return bad_request(f"{where}: {message}" if where else message, param or None)
+
+
+def _is_part_type(path: str) -> bool:
+    return re.search(r"\bcontent\[\d+\]\.type$", path) is not None
+
+
+def _nests_deeper(data: bytes, limit: int) -> bool:
+    """Whether valid JSON has more than `limit` levels. Whole passes in C: a body may hold millions of values."""
+    # It nests no deeper than it has opening brackets.
+    if data.count(b"[") + data.count(b"{") <= limit:
+        return False
+    brackets = _STRING.sub(b"", data).translate(_AS_SQUARE, _NO_BRACKETS)
+    for _ in range(limit):
+        brackets = brackets.replace(b"[]", b"")  # The innermost level of each branch.
+        if not brackets:
+            return False
+    return True
