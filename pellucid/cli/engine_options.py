@@ -16,10 +16,19 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 def engine_options(command: F) -> F:
     """Adds one option per field of `EngineArgs`, the model aside: that is the verb's own argument."""
-    for field in reversed(fields(EngineArgs)):
-        if field.name != "model":
-            command = click.option(*_names(field.name, field.metadata["type"]), **_settings(field))(command)
-    return command
+    return field_options(EngineArgs)(command)
+
+
+def field_options(arguments: type) -> Callable[[F], F]:
+    """Adds one option per field of a dataclass of flags; a field without metadata is not a flag."""
+
+    def add(command: F) -> F:
+        for field in reversed(fields(arguments)):
+            if field.metadata:
+                command = click.option(*_names(field.name, field.metadata["type"]), **_settings(field))(command)
+        return command
+
+    return add
 
 
 def engine_args(ctx: click.Context, model: str) -> EngineArgs:
@@ -37,6 +46,12 @@ def _names(field: str, kind: type) -> tuple[str, str]:
 
 def _settings(field: Any) -> dict[str, Any]:
     kind, choices = field.metadata["type"], field.metadata["choices"]
+    settings = {"default": field.default, "help": field.metadata["help"]}
     if kind is bool:
-        return {"default": None, "help": field.metadata["help"]}
-    return {"default": None, "type": click.Choice(choices) if choices else kind, "help": field.metadata["help"]}
+        return settings
+    return {
+        **settings,
+        "type": click.Choice(choices) if choices else kind,
+        "multiple": field.metadata.get("repeated", False),
+        "envvar": field.metadata.get("variable"),
+    }

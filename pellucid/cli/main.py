@@ -15,6 +15,7 @@ COMMANDS = {
     "chat": ("pellucid.cli.chat:chat", "Talk to a model in the terminal."),
     "generate": ("pellucid.cli.generate:generate", "Continue a prompt, or answer a question."),
     "completion": ("pellucid.cli.completion:completion", "Print the completion script of a shell."),
+    "serve": ("pellucid.cli.serve:serve", "Serve a model over HTTP."),
     "explain": ("pellucid.cli.explain:explain", "Show what would run on a machine, and why."),
 }
 """Verb -> where its command is, and its line in `--help`: listing the verbs imports none of them."""

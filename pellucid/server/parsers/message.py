@@ -116,3 +116,17 @@ def difference(pieces: Iterable[Piece], calls_before: int) -> MessageDelta:
             complete = kind is PieceKind.END
             touched[index] = ToolCallDelta(index, old.id, old.name, old.arguments + text, complete)
     return MessageDelta(reasoning, content, tuple(touched.values()))
+
+
+def assemble_deltas(deltas: Iterable[MessageDelta]) -> ParsedMessage:
+    """The message that deltas, in order, add up to."""
+    deltas = list(deltas)
+    calls: dict[int, ToolCall] = {}
+    for delta in deltas:
+        for new in delta.tool_calls:
+            old = calls.get(new.index)
+            arguments = ("" if old is None else old.arguments) + new.arguments
+            name, call_id = (new.name or "", new.id or "") if old is None else (old.name, old.id)
+            calls[new.index] = ToolCall(new.index, call_id, name, arguments, new.complete)
+    reasoning = "".join(delta.reasoning for delta in deltas)
+    return ParsedMessage(reasoning, "".join(delta.content for delta in deltas), tuple(calls.values()))

@@ -1,0 +1,139 @@
+"""`ServerContext`: what every endpoint is given. Made once by `launch`, never changed."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from starlette.requests import Request
+
+from pellucid.core import InvalidRequestError, PellucidError, StructuredOutputs
+from pellucid.engine.client import EngineClient, EngineState
+from pellucid.engine.prompts import PromptEncoder
+from pellucid.runner.sampler import Constraint
+from pellucid.selection.args import EngineArgs
+from pellucid.server.accounting import Accounting
+from pellucid.server.args import ServeArgs
+from pellucid.server.errors import ApiError, bad_request, engine_dead, from_pellucid, not_found, overloaded, quote
+from pellucid.server.metrics import ServerMetrics
+from pellucid.server.parsers.choice import Detected
+from pellucid.server.sampling import SamplingDefaults
+from pellucid.server.tracing import Tracing
+from pellucid.tokenizer.tokenizer import Tokenizer
+
+LOADING_RETRY_S = 5
+DRAINING_RETRY_S = 10
+BUSY_RETRY_S = 1
+DEAD_RETRY_S = 10
+
+
+@dataclass(slots=True)
+class Lifecycle:
+    """What changes: while `draining` no new request is taken; `ignored_fields` are those that were warned of."""
+
+    draining: bool = False
+    ignored_fields: set[str] = field(default_factory=set)
+
+
+@dataclass(frozen=True, slots=True)
+class ServerContext:
+    """The server's parts, and the questions that all endpoints ask of them.
+
+    `compile_constraint` is used to check structured outputs before anything is queued; None without a tokenizer.
+    `model_root` is the model's file or folder name, `trained_max_len` its context in tokens. `started` is Unix time.
+    """
+
+    args: ServeArgs
+    engine_args: EngineArgs
+    engine: EngineClient
+    encoder: PromptEncoder
+    parsers: Detected
+    defaults: SamplingDefaults
+    metrics: ServerMetrics
+    accounting: Accounting
+    tracing: Tracing | None
+    compile_constraint: Callable[[StructuredOutputs], Constraint] | None
+    keys: tuple[str, ...]
+    model_name: str
+    model_root: str
+    trained_max_len: int
+    fingerprint: str
+    lifecycle: Lifecycle = field(default_factory=Lifecycle)
+    started: int = field(default_factory=lambda: int(time.time()))
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """Raises InvalidRequestError for a model that came without one."""
+        if self.encoder.tokenizer is None:
+            raise InvalidRequestError(
+                "this model came without a tokenizer: send token ids to /v1/completions", "messages"
+            )
+        return self.encoder.tokenizer
+
+    @property
+    def max_model_len(self) -> int:
+        """The longest sequence in tokens: the engine's, or while it loads what the model allows."""
+        plan = self.engine.plan
+        return self.trained_max_len if plan is None else plan.max_model_len
+
+    async def check_structured(self, outputs: StructuredOutputs | None) -> None:
+        """Raises ApiError 400 for a constraint that can't be compiled: the engine must never see it."""
+        if outputs is None:
+            return
+        if self.compile_constraint is None:
+            raise bad_request("structured outputs need a tokenizer, and this model came without one")
+        try:
+            await asyncio.to_thread(self.compile_constraint, outputs)
+        except PellucidError as error:
+            raise from_pellucid(error) from None
+
+    def now(self) -> int:
+        """Unix seconds, for `created`."""
+        return int(time.time())
+
+    def check_model(self, name: str | None) -> None:
+        """Raises ApiError 404 for a model that is not served here. None means whichever is served."""
+        if name is not None and name != self.model_name:
+            raise not_found(f"the model {quote(name)} is not served here; served: {self.model_name}", "model")
+
+    def check_admission(self) -> None:
+        """Raises ApiError 503 with a Retry-After while the engine takes no new request."""
+        reason = self._refusal()
+        if reason is not None:
+            self.metrics.request_rejected(reason[0])
+            raise reason[1]
+
+    def _refusal(self) -> tuple[str, ApiError] | None:
+        engine = self.engine
+        if engine.state is EngineState.DEAD:
+            return "dead", engine_dead(str(engine.failure), DEAD_RETRY_S)
+        if self.lifecycle.draining:
+            return "draining", overloaded("the server is shutting down; send this to another", DRAINING_RETRY_S)
+        if engine.state is EngineState.LOADING:
+            phase = engine.progress.phase
+            return "loading", overloaded(f"the model is not ready yet ({phase}); see /health/ready", LOADING_RETRY_S)
+        silence = engine.silence_s()
+        if silence > self.args.health_timeout:
+            message = f"the engine has not answered for {silence:.0f} s; see /health/ready"
+            return "unresponsive", overloaded(message, BUSY_RETRY_S)
+        assert engine.plan is not None
+        limit = engine.plan.max_num_seqs + self.args.max_num_queued_reqs
+        if engine.running >= limit:
+            message = f"{engine.running} requests run or wait (limit {limit}: --max-num-seqs + --max-num-queued-reqs)"
+            return "max_num_queued_reqs", overloaded(message, BUSY_RETRY_S)
+        return None
+
+
+def context_of(request: Request) -> ServerContext:
+    """The context of the application that serves `request`."""
+    context = request.scope["pellucid.context"]
+    assert isinstance(context, ServerContext)
+    return context
+
+
+def new_id(prefix: str) -> str:
+    """A response id such as `chatcmpl-3f...`."""
+    return f"{prefix}-{uuid.uuid4().hex}"

@@ -1,0 +1,263 @@
+"""`serve`: starts both processes, keeps them, and ends them in order. Called by `pellucid serve`."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+import uvicorn
+import uvloop
+
+from pellucid import __version__
+from pellucid.core import PellucidError
+from pellucid.engine.client import ENGINE_COMMAND, EngineClient, EngineDeadError, EngineState
+from pellucid.engine.inputs import constraint_compiler, load_tokenizer
+from pellucid.engine.prompts import PromptEncoder
+from pellucid.engine.startup import ModelFiles, open_model
+from pellucid.selection.args import EngineArgs
+from pellucid.server.accounting import Accounting
+from pellucid.server.app import create_app
+from pellucid.server.args import ServeArgs
+from pellucid.server.connection import limited_protocol
+from pellucid.server.context import ServerContext
+from pellucid.server.generation import ServerStoppingError
+from pellucid.server.logs import LogHandler, configure_logging
+from pellucid.server.metrics import ServerMetrics
+from pellucid.server.notify import Notifier
+from pellucid.server.parsers.choice import detect_parsers, override
+from pellucid.server.sampling import SamplingDefaults
+from pellucid.server.tracing import create_tracing
+
+LAST_WORDS_S = 1.0
+"""How long clients get to be told: those of running requests, and after the engine's death new ones and probes."""
+
+POLL_S = 0.05
+KEEP_ALIVE_S = 75
+"""Above the 60 s of common load balancers, so that they and not we close idle connections."""
+
+LOADING_NOTICE_S = 60.0
+
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
+
+logger = logging.getLogger(__name__)
+
+
+def serve(engine_args: EngineArgs, args: ServeArgs, engine_command: Sequence[str] = ENGINE_COMMAND) -> None:
+    """Serve until SIGTERM or SIGINT, then drain and return.
+
+    Raises:
+        PellucidError: what was asked can't be started.
+        EngineDeadError: the engine could not start, or ended by itself.
+    """
+    listener = _listen(args.host, args.port)
+    log = configure_logging(args.log_format, args.log_level, sys.stderr)
+    try:
+        keys = args.keys()
+        if not keys and args.host not in LOOPBACK:
+            logger.warning("no API key is set and %s may be reached from elsewhere; see --api-key-file", args.host)
+        files = open_model(engine_args.model)
+        context = _make_context(replace(engine_args, model=str(files.path)), engine_args.model, args, keys, files,
+                                engine_command)  # fmt: skip
+        uvloop.run(_Server(context, listener, log).run())
+    finally:
+        listener.close()
+        log.close()
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """The socket first: a port in use must not be found out after the model is loaded."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(family, kind, protocol)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        # Bound alone, it would not keep out another server that starts now.
+        listener.listen()
+    except (OSError, OverflowError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise PellucidError(f"can't listen on {host}:{port}: {reason}; choose another --host or --port") from None
+    return listener
+
+
+def _make_context(
+    engine_args: EngineArgs,
+    asked_model: str,
+    args: ServeArgs,
+    keys: tuple[str, ...],
+    files: ModelFiles,
+    engine_command: Sequence[str],
+) -> ServerContext:
+    """All parts, before anything runs."""
+    tokenizer = load_tokenizer(files.checkpoint, engine_args.chat_template)
+    traits = files.traits
+    encoder = PromptEncoder(tokenizer, traits.vocab_size, traits.eos_token_ids)
+    added = frozenset[str]() if tokenizer is None else tokenizer.added_tokens
+    detected = detect_parsers(added, None if tokenizer is None else tokenizer.chat_template)
+    use_config = args.generation_config == "auto"
+    name = engine_args.served_model_name or asked_model
+    metrics = ServerMetrics(args.metrics_prefix, name, traits.max_position)
+    return ServerContext(
+        args=args,
+        engine_args=engine_args,
+        engine=EngineClient(encoder, engine_command),
+        encoder=encoder,
+        parsers=override(detected, args.tool_call_parser, args.reasoning_parser),
+        defaults=SamplingDefaults.from_checkpoint(files.path) if use_config else SamplingDefaults(),
+        metrics=metrics,
+        accounting=Accounting(metrics),
+        tracing=create_tracing(args.otlp_traces_endpoint),
+        compile_constraint=constraint_compiler(tokenizer, encoder.eos_token_ids, traits.vocab_size),
+        keys=keys,
+        model_name=name,
+        model_root=files.path.name,
+        trained_max_len=traits.max_position,
+        fingerprint=f"pellucid-{__version__}",
+    )
+
+
+class _Uvicorn(uvicorn.Server):
+    """uvicorn without its signal handlers: `_Server` drains first."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class _Server:
+    """The life of a server: load, serve, drain, end."""
+
+    def __init__(self, context: ServerContext, listener: socket.socket, log: LogHandler) -> None:
+        self._context, self._listener = context, listener
+        self._notifier = Notifier()
+        self._stop_signals = 0
+        self._stopping = asyncio.Event()
+        engine, metrics = context.engine, context.metrics
+        metrics.watch(
+            engine_up=lambda: engine.state is EngineState.READY,
+            step_age_s=engine.silence_s,
+            log_lines_dropped=lambda: log.dropped,
+            tasks=lambda: len(asyncio.all_tasks()),
+        )
+        engine.on_step = context.accounting.on_step
+
+    async def run(self) -> None:
+        """Raises EngineDeadError when the engine ended by itself."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._on_stop_signal)
+        context, engine = self._context, self._context.engine
+        await engine.start(context.engine_args)
+        server = self._make_uvicorn()
+        tasks = [
+            asyncio.create_task(server.serve(sockets=[self._listener])),
+            asyncio.create_task(self._announce()),
+            asyncio.create_task(self._notifier.keep_watchdog()),
+        ]
+        try:
+            await self._wait_for_end(tasks[0])
+            if engine.failure is None:
+                await self._drain()
+            else:
+                await asyncio.sleep(LAST_WORDS_S)
+        finally:
+            server.should_exit = True
+            await tasks[0]
+            for task in tasks[1:]:
+                task.cancel()
+            await asyncio.gather(*tasks[1:], return_exceptions=True)
+            failure = engine.failure
+            await engine.close()
+            if context.tracing is not None:
+                context.tracing.shutdown()
+        if failure is not None:
+            raise failure
+        logger.info("stopped")
+
+    def _make_uvicorn(self) -> _Uvicorn:
+        args = self._context.args
+        config = uvicorn.Config(
+            create_app(self._context),
+            http=limited_protocol(int(args.max_header_kb * 1000)),
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            timeout_keep_alive=KEEP_ALIVE_S,
+            timeout_graceful_shutdown=2,
+        )
+        return _Uvicorn(config)
+
+    def _on_stop_signal(self) -> None:
+        self._stop_signals += 1
+        self._stopping.set()
+
+    async def _wait_for_end(self, http: asyncio.Task[None]) -> None:
+        """A signal, the engine's end, or that of `http`, which would leave a server that hears nothing."""
+        ends = [
+            asyncio.create_task(self._stopping.wait()),
+            asyncio.create_task(self._context.engine.ended.wait()),
+        ]
+        await asyncio.wait([http, *ends], return_when=asyncio.FIRST_COMPLETED)
+        for task in ends:
+            task.cancel()
+        await asyncio.gather(*ends, return_exceptions=True)
+
+    async def _announce(self) -> None:
+        """Tell people and the service manager of the start, as it goes on and when it is over."""
+        context, engine = self._context, self._context.engine
+        host, port = self._listener.getsockname()[:2]
+        logger.info("listening on http://%s:%d; the model loads", host, port)
+        ready = asyncio.create_task(engine.wait_ready())
+        told = ""
+        while not ready.done():
+            if engine.progress.phase != told:
+                told = engine.progress.phase
+                logger.info("%s", told)
+            self._notifier.loading(told, LOADING_NOTICE_S)
+            await asyncio.wait({ready}, timeout=1.0)
+        if ready.exception() is not None:
+            return
+        assert engine.plan is not None
+        plan = engine.plan
+        context.metrics.set_plan(plan.to_json())
+        chosen = [f"{op}={plan.decision(op, 1).value}" for op in SHOWN_DECISIONS if plan.buckets(op)]
+        logger.info("plan: %s; all of it at /plan", ", ".join(chosen))
+        logger.info("parsers: %s", context.parsers.because)
+        text = f"{context.model_name} ready on http://{host}:{port} after {engine.load_s:.1f} s"
+        logger.info("%s", text)
+        self._notifier.ready(text)
+
+    async def _drain(self) -> None:
+        """No new requests; the running ones get their time; a second signal takes it from them."""
+        context, engine = self._context, self._context.engine
+        context.lifecycle.draining = True
+        seconds = context.args.drain_timeout
+        logger.info("stopping: %d requests run and get up to %.0f s", engine.running, seconds)
+        self._notifier.stopping(f"draining {engine.running} requests")
+        idle = await self._until(lambda: engine.running == 0 or self._stop_signals > 1, seconds)
+        if not idle or engine.running:
+            logger.warning("giving up %d requests that still run", engine.running)
+            engine.fail_all(ServerStoppingError("the server is shutting down and gave this request up"))
+            await self._until(lambda: engine.running == 0, LAST_WORDS_S)
+
+    async def _until(self, condition: Callable[[], bool], timeout_s: float) -> bool:
+        """Whether `condition` came true in time, or the engine ended."""
+        end = time.monotonic() + timeout_s
+        while not condition():
+            if time.monotonic() > end:
+                return False
+            await asyncio.sleep(POLL_S)
+        return True
+
+
+SHOWN_DECISIONS = ("attention.prefill", "attention.decode", "linear", "moe")
+
+__all__ = ["EngineDeadError", "serve"]

@@ -1,0 +1,39 @@
+"""`RequestRecord`: what one HTTP request turned out to be. Filled by the endpoints, logged by `gate`."""
+
+from __future__ import annotations
+
+import math
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True)
+class RequestRecord:
+    """Times are monotonic seconds. Tokens are 0 for requests that generate nothing.
+
+    `deadline` is when the request must have ended. `response_headers` are added to the answer.
+    """
+
+    request_id: str = ""
+    arrival: float = 0.0
+    deadline: float = math.inf
+    model: str = ""
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    cached_tokens: int = 0
+    first_token_time: float | None = None
+    finish_reason: str | None = None
+    response_headers: dict[str, str] = field(default_factory=dict)
+
+
+_CURRENT: ContextVar[RequestRecord | None] = ContextVar("pellucid_request_record", default=None)
+
+
+def current_record() -> RequestRecord:
+    """The record of the request that this task serves; a fresh one outside of any."""
+    return _CURRENT.get() or RequestRecord()
+
+
+def set_current_record(record: RequestRecord) -> None:
+    """Called by `gate`, in the task of the request."""
+    _CURRENT.set(record)
