@@ -1,6 +1,7 @@
 # make demo    build .venv and let a real model answer, with its speed and its plan
 # make test    the whole CPU suite (what CI runs)
 # make check   lint, types, tests
+# make clients real SDKs and load generators against the server, each in an environment of its own
 PYTHON ?= $(shell for p in python3 python3.12 python3.11; do \
 	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null && echo $$p && break; done)
 VENV ?= .venv
@@ -8,7 +9,7 @@ BIN := $(VENV)/bin
 QUESTION ?= What is gravity?
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
-.PHONY: demo test check lint types clean
+.PHONY: demo test check lint types clients clean
 
 # Two stamps: the demo needs less than the tests.
 ENGINE := $(VENV)/.engine
@@ -42,6 +43,9 @@ $(ENGINE): pyproject.toml constraints.txt | $(VENV)/bin/python
 $(DEV): $(ENGINE)
 	$(PIP) --editable '.[dev]'
 	@touch $@
+
+clients: $(DEV)
+	@$(BIN)/python -m tests.clients.run
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache

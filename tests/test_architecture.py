@@ -40,6 +40,7 @@ NAMES_ALLOWED = {
     "tokenizer/pre_tokenizers.py",
     "tokenizer/from_gguf.py",
     "server/parsers/choice.py",
+    "server/parsers/forced_calls.py",
 }
 
 
