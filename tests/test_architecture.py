@@ -41,6 +41,7 @@ NAMES_ALLOWED = {
     "tokenizer/from_gguf.py",
     "server/parsers/choice.py",
     "server/parsers/forced_calls.py",
+    "server/parsers/history.py",
 }
 
 

@@ -18,6 +18,7 @@ from pellucid.server.generation import TrackedGeneration, Usage, begin_generatio
 from pellucid.server.parsers.choice import REASONING_PARSERS, build_grammar, is_reasoning_open
 from pellucid.server.parsers.forced_calls import after_reasoning, forced_call_grammar
 from pellucid.server.parsers.grammar import Grammar, ReasoningFormat
+from pellucid.server.parsers.history import NUMBERED_IDS, with_numbered_call_ids
 from pellucid.server.parsers.message import MessageDelta, ToolCall, assemble_deltas
 from pellucid.server.parsers.request import ParserRequest
 from pellucid.server.parsers.streaming import StreamingParser
@@ -201,8 +202,11 @@ async def start_chat(context: ServerContext, request_id: str, chat: ChatInput) -
 
 
 def _encode(context: ServerContext, chat: ChatInput) -> tuple[str, list[int]]:
+    messages = chat.messages
+    if context.parsers.tool_parser in NUMBERED_IDS:
+        messages = with_numbered_call_ids(messages)
     return context.tokenizer.encode_chat(
-        chat.messages,
+        messages,
         chat.offered_tools or None,
         chat.add_generation_prompt,
         continue_final_message=chat.continue_final_message,
