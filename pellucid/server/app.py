@@ -17,13 +17,15 @@ from pellucid.server.messages import count_tokens, create_message
 from pellucid.server.openapi import openapi_document
 from pellucid.server.page import page_routes
 from pellucid.server.responding import JSONResponse
-from pellucid.server.responses import create_response
+from pellucid.server.responses import create_response, stored_response
 from pellucid.server.tokenize import detokenize, tokenize
 
 ROUTES = (
     Route("/v1/chat/completions", create_chat_completion, methods=["POST"]),
     Route("/v1/completions", create_completion, methods=["POST"]),
     Route("/v1/responses", create_response, methods=["POST"]),
+    Route("/v1/responses/{response_id}", stored_response, methods=["GET", "DELETE"]),
+    Route("/v1/responses/{response_id}/cancel", stored_response, methods=["POST"]),
     Route("/v1/messages", create_message, methods=["POST"]),
     Route("/v1/messages/count_tokens", count_tokens, methods=["POST"]),
     Route("/v1/models", operations.list_models),

@@ -255,6 +255,9 @@ def _plan_parsing(context: ServerContext, chat: ChatInput, prompt: str) -> _Pars
     if chat.must_call and tool_parser is None:
         tool_parser = FALLBACK_TOOL_PARSER
     reasoning_parser = context.parsers.reasoning_parser if chat.separate_reasoning else None
+    if chat.continue_final_message:
+        # What goes on is the answer, whose reasoning is over.
+        reasoning_parser = None
     structured = chat.params.structured_outputs
     lark = None
     if chat.must_call:

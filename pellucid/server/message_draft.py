@@ -12,8 +12,8 @@ from pellucid.server.generation import Usage
 from pellucid.server.protocol.messages_response import (
     ContentBlock,
     Message,
-    MessageUsage,
     MessageTokensDetails,
+    MessageUsage,
     StopReason,
     TextContent,
     ThinkingContent,

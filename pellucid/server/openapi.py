@@ -79,6 +79,9 @@ ROUTES: tuple[Route, ...] = (
     Route("POST", "/v1/chat/completions", "Answer a chat", ChatCompletionRequest, ChatCompletion, **GENERATES),
     Route("POST", "/v1/completions", "Continue prompts", CompletionRequest, Completion, **GENERATES),
     Route("POST", "/v1/responses", "Answer items (OpenAI)", ResponseRequest, ResponseObject, **GENERATES),
+    Route("GET", "/v1/responses/{response_id}", "Always 404: nothing is stored", errors=(401, 404)),
+    Route("DELETE", "/v1/responses/{response_id}", "Always 404: nothing is stored", errors=(401, 404)),
+    Route("POST", "/v1/responses/{response_id}/cancel", "Always 404: nothing is stored", errors=(401, 404)),
     Route(
         "POST",
         "/v1/messages",

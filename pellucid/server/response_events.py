@@ -43,9 +43,10 @@ class ResponseWriter:
 
     def failure(self, error: ApiError) -> bytes:
         """The end of a stream that cannot go on."""
+        opening = b"".join(self._opening())
         code = error.type if error.code is None else str(error.code)
         said = self._event("error", code=code, message=error.message, param=error.param)
-        return b"".join([*self._opening(), said, self._response("failed", self._draft.failed(error))])
+        return opening + said + self._response("failed", self._draft.failed(error))
 
     def _opening(self) -> Iterator[bytes]:
         if self._number == 0:

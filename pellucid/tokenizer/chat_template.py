@@ -82,8 +82,13 @@ class ChatTemplate:
         elif content is not None and not isinstance(content, str):
             raise InvalidRequestError(f"messages[{index}].content must be text or a list of text parts", "messages")
         prepared = {**message, "content": content}
-        if message.get("tool_calls") and self._wants_argument_objects:
-            prepared["tool_calls"] = [_parse_arguments(call) for call in message["tool_calls"]]
+        if message["role"] == "developer" and not self._knows_developers:
+            prepared["role"] = "system"
+        if message.get("tool_calls"):
+            if content is None and not self._takes_calls_alone:
+                prepared["content"] = ""
+            if self._wants_argument_objects:
+                prepared["tool_calls"] = [_parse_arguments(call) for call in message["tool_calls"]]
         return prepared
 
     @cached_property
@@ -92,6 +97,20 @@ class ChatTemplate:
         parts = [{"type": "text", "text": _PROBE}, {"type": "text", "text": _MORE_PROBE}]
         rendered = self._try([{"role": "user", "content": parts}])
         return _PROBE in rendered and _MORE_PROBE in rendered and "'type'" not in rendered and '"type"' not in rendered
+
+    @cached_property
+    def _knows_developers(self) -> bool:
+        """Does a developer's message come out at all? Most templates know system messages only."""
+        return _PROBE in self._try([{"role": "developer", "content": _PROBE}, {"role": "user", "content": "u"}])
+
+    @cached_property
+    def _takes_calls_alone(self) -> bool:
+        """Can calls come with a content that is None, which some templates tell from "" and others fail on?"""
+        forms: tuple[Any, ...] = ("{}", {})
+        functions = [{"name": "probe", "arguments": arguments} for arguments in forms]
+        calls = [{"id": "functions.probe:0", "type": "function", "function": function} for function in functions]
+        turns = [{"role": "assistant", "content": None, "tool_calls": [call]} for call in calls]
+        return any(self._try([{"role": "user", "content": "u"}, turn]) for turn in turns)
 
     @cached_property
     def _wants_argument_objects(self) -> bool:

@@ -138,3 +138,36 @@ def test_of_tokens_that_begin_alike_the_longest_is_the_end_of_turn() -> None:
 
 def test_a_template_that_refuses_the_probe_has_no_known_end_of_turn() -> None:
     assert ChatTemplate("{{ raise_exception('no') }}").find_end_of_turn(["<|end|>"]) is None
+
+
+CALL = {"id": "functions.f:0", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("{% for m in messages %}{{ 'A' + m.content + 'B' }}{% endfor %}", "AB"),
+        ("{% for m in messages %}{{ 'none' if m.content is none else 'text' }}{% endfor %}", "none"),
+        # Joins the arguments as text, and tells None from "": as DeepSeek's do.
+        (
+            "{% for m in messages %}{% if m.content is none %}{{ 'N' + m.tool_calls[0].function.arguments }}{% endif %}"
+            "{% endfor %}",
+            "N{}",
+        ),
+    ],
+)
+def test_calls_without_content_come_as_the_template_can_take_them(source: str, expected: str) -> None:
+    message = {"role": "assistant", "content": None, "tool_calls": [CALL]}
+    assert ChatTemplate(source).render([message]) == expected
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("{% for m in messages %}{{ m.role }}={{ m.content }};{% endfor %}", "developer=x;"),
+        ("{% for m in messages %}{% if m.role in ('system', 'user') %}{{ m.role }}={{ m.content }};{% endif %}{% endfor %}",
+         "system=x;"),
+    ],
+)  # fmt: skip
+def test_developers_are_heard_by_templates_that_know_system_messages_only(source: str, expected: str) -> None:
+    assert ChatTemplate(source).render([{"role": "developer", "content": "x"}]) == expected
