@@ -9,6 +9,8 @@ import pytest
 from pellucid import LLM, SamplingParams
 from pellucid.hardware import load_hardware
 from tests import checkpoints
+from tests.engine.tiny import write_tokenizer
+from tests.server.running import run_server
 
 torch = pytest.importorskip("torch")
 pytestmark = [
@@ -58,3 +60,21 @@ def test_the_probe_sees_what_torch_sees() -> None:
     assert gpu.sm_count == properties.multi_processor_count
     assert gpu.smem_optin_bytes == properties.shared_memory_per_block_optin
     assert len(hardware.gpus) == torch.cuda.device_count()
+
+
+def test_the_server_gives_the_text_that_the_engine_gives(tmp_path: Path) -> None:
+    """Through the engine process, streamed, with a constraint beside it in the batch."""
+    path = write_tokenizer(checkpoints.write("v3", tmp_path))
+    options = {"dtype": "float32", "num_kv_pages": 64, "max_num_seqs": 8, "max_model_len": 256}
+    expected = LLM(path, **options).chat(
+        [{"role": "user", "content": "the lazy dog"}], SamplingParams(temperature=0, max_tokens=24)
+    )
+    flags = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
+    with run_server(path, *flags, "--log-level", "warning") as server:
+        assert server.chat("the lazy dog", max_tokens=24).json["choices"][0]["message"]["content"] == (
+            expected[0].outputs[0].text
+        )
+        answer = server.chat("the lazy dog", max_tokens=24, regex="(yes|no)").json
+        assert answer["choices"][0]["message"]["content"] in ("yes", "no")
+        assert {d["value"] for d in server.get("/plan").json["plan"]["decisions"] if d["op"] == "device"} == {"cuda"}
+        assert server.stop() == 0
