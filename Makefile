@@ -1,7 +1,7 @@
 # make demo    build .venv and let a real model answer, with its speed and its plan
 # make test    the whole CPU suite (what CI runs)
 # make check   lint, types, tests
-# make clients real SDKs and load generators against the server, each in an environment of its own
+# make clients real SDKs and load generators against the server; CLIENTS="--only guidellm --keep" picks
 PYTHON ?= $(shell for p in python3 python3.12 python3.11; do \
 	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null && echo $$p && break; done)
 VENV ?= .venv
@@ -45,7 +45,7 @@ $(DEV): $(ENGINE)
 	@touch $@
 
 clients: $(DEV)
-	@$(BIN)/python -m tests.clients.run
+	@$(BIN)/python -m tests.clients.run $(CLIENTS)
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache

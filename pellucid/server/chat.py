@@ -91,11 +91,9 @@ def _choice(context: ServerContext, body: ChatCompletionRequest, message: Collec
         "content": message.content or (None if message.tool_calls else ""),
         "refusal": None,
     }
-    if message.reasoning and body.include_reasoning is not False:
-        # Two names of one thing: clients of vLLM read the one, all others the other.
-        answer["reasoning_content"] = answer["reasoning"] = message.reasoning
-    else:
-        answer["reasoning_content"] = None
+    shown = message.reasoning if body.include_reasoning is not False else ""
+    # Two names of one thing: clients of vLLM read the one, all others the other.
+    answer["reasoning_content"] = answer["reasoning"] = shown or None
     if message.tool_calls:
         answer["tool_calls"] = [tool_call(call) for call in message.tool_calls]
     choice = {
@@ -149,7 +147,8 @@ class ChunkWriter:
     def opening(self) -> Iterator[bytes]:
         """The role chunk of each sample."""
         for index in range(self._body.n or 1):
-            yield self._chunk({"index": index, "delta": {"role": "assistant", "content": ""}, **_UNFINISHED})
+            delta = {"role": "assistant", "content": "", "reasoning_content": None}
+            yield self._chunk({"index": index, "delta": delta, **_UNFINISHED})
 
     def chunks(self, event: ChatEvent) -> Iterator[bytes]:
         """The chunks of one event: its text, its calls, its end."""
@@ -165,7 +164,7 @@ class ChunkWriter:
         deltas = list(_deltas(message, self._body.include_reasoning is not False))
         if not deltas and not self._plain and event.token_ids:
             # The token is news though its text is held back.
-            deltas = [{}]
+            deltas = [{"reasoning_content": None}]
         for position, delta in enumerate(deltas):
             choice = {"index": index, "delta": delta, **_UNFINISHED}
             if position == 0:
@@ -173,7 +172,7 @@ class ChunkWriter:
             yield self._chunk(choice)
         if event.finish_reason is not None:
             end = {"finish_reason": event.finish_reason, "stop_reason": event.stop_reason}
-            yield self._chunk({"index": index, "delta": {}, "logprobs": None, **end})
+            yield self._chunk({"index": index, "delta": {"reasoning_content": None}, "logprobs": None, **end})
 
     def usage(self) -> bytes:
         """The last chunk with `include_usage`: no choices, the whole usage."""
@@ -196,7 +195,10 @@ _UNFINISHED = {"logprobs": None, "finish_reason": None}
 
 
 def _deltas(message: MessageDelta, with_reasoning: bool) -> Iterator[dict[str, Any]]:
-    """OpenAI's deltas for what one step added, in the order in which a model writes."""
+    """OpenAI's deltas for what one step added, in the order in which a model writes.
+
+    All have `reasoning_content`: code written for servers of reasoning models reads it without asking.
+    """
     if message.reasoning and with_reasoning:
         yield {"reasoning_content": message.reasoning, "reasoning": message.reasoning}
     if message.content:
@@ -204,6 +206,8 @@ def _deltas(message: MessageDelta, with_reasoning: bool) -> Iterator[dict[str, A
     for call in message.tool_calls:
         if call.name is not None:
             function = {"name": call.name, "arguments": ""}
-            yield {"tool_calls": [{"index": call.index, "id": call.id, "type": "function", "function": function}]}
+            entry = {"index": call.index, "id": call.id, "type": "function", "function": function}
+            yield {"tool_calls": [entry], "reasoning_content": None}
         if call.arguments:
-            yield {"tool_calls": [{"index": call.index, "function": {"arguments": call.arguments}}]}
+            entry = {"index": call.index, "function": {"arguments": call.arguments}}
+            yield {"tool_calls": [entry], "reasoning_content": None}

@@ -163,7 +163,7 @@ class _Server:
         try:
             await self._wait_for_end(tasks[0])
             if engine.failure is None:
-                await self._drain()
+                await self._drain(server)
             else:
                 await asyncio.sleep(LAST_WORDS_S)
         finally:
@@ -228,21 +228,26 @@ class _Server:
         assert engine.plan is not None
         plan = engine.plan
         context.metrics.set_plan(plan.to_json())
-        chosen = [f"{op}={plan.decision(op, 1).value}" for op in SHOWN_DECISIONS if plan.buckets(op)]
-        logger.info("plan: %s; all of it at /plan", ", ".join(chosen))
+        kernels = {d.op: d.value for d in reversed(plan.decisions) if d.op.partition(".")[0] in KERNEL_FAMILIES}
+        chosen = ", ".join(f"{op}={value}" for op, value in reversed(kernels.items()))
+        logger.info("plan: %s; all of it, with reasons, at /plan", chosen)
         logger.info("parsers: %s", context.parsers.because)
         text = f"{context.model_name} ready on http://{host}:{port} after {engine.load_s:.1f} s"
         logger.info("%s", text)
         self._notifier.ready(text)
 
-    async def _drain(self) -> None:
+    async def _drain(self, server: _Uvicorn) -> None:
         """No new requests; the running ones get their time; a second signal takes it from them."""
         context, engine = self._context, self._context.engine
         context.lifecycle.draining = True
         seconds = context.args.drain_timeout
         logger.info("stopping: %d requests run and get up to %.0f s", engine.running, seconds)
         self._notifier.stopping(f"draining {engine.running} requests")
+        begin = time.monotonic()
         idle = await self._until(lambda: engine.running == 0 or self._stop_signals > 1, seconds)
+        # What the engine is done with may be on its way to a slow reader; what comes from now on is refused anyway.
+        answers, rest = set(server.server_state.tasks), seconds - (time.monotonic() - begin)
+        await self._until(lambda: all(one.done() for one in answers) or self._stop_signals > 1, rest)
         if not idle or engine.running:
             logger.warning("giving up %d requests that still run", engine.running)
             engine.fail_all(ServerStoppingError("the server is shutting down and gave this request up"))
@@ -258,6 +263,6 @@ class _Server:
         return True
 
 
-SHOWN_DECISIONS = ("attention.prefill", "attention.decode", "linear", "moe")
+KERNEL_FAMILIES = ("attention", "linear", "moe")
 
 __all__ = ["EngineDeadError", "serve"]

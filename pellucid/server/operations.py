@@ -33,8 +33,9 @@ async def health_ready(request: Request) -> JSONResponse:
     status = engine.state.value
     if engine.state is EngineState.READY:
         status = "draining" if context.lifecycle.draining else await _ping(context)
-    body: dict[str, Any] = {"status": status, "phase": engine.progress.phase}
-    if engine.state is EngineState.LOADING:
+    loads = engine.state is EngineState.LOADING
+    body: dict[str, Any] = {"status": status, "phase": engine.progress.phase if loads else None}
+    if loads:
         progress = engine.progress
         body |= {"bytes_done": progress.done_bytes, "bytes_total": progress.total_bytes, "eta_s": progress.eta_s}
     elif engine.state is EngineState.DEAD:

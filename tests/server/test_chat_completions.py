@@ -27,11 +27,10 @@ def test_the_stream_is_openais(demo_server: RunningServer) -> None:
     assert answer.headers["content-type"] == "text/event-stream; charset=utf-8"
     *chunks, usage, done = answer.events
     assert done == "[DONE]"
-    assert chunks[0]["choices"] == [
-        {"index": 0, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
-    ]
+    opening = {"role": "assistant", "content": "", "reasoning_content": None}
+    assert chunks[0]["choices"] == [{"index": 0, "delta": opening, "logprobs": None, "finish_reason": None}]
     assert [c["choices"][0]["finish_reason"] for c in chunks] == [None] * 6 + ["length"]
-    assert chunks[-1]["choices"][0]["delta"] == {}
+    assert chunks[-1]["choices"][0]["delta"] == {"reasoning_content": None}
     assert {(c["id"], c["object"], c["created"], c["model"]) for c in (*chunks, usage)} == {
         (usage["id"], "chat.completion.chunk", usage["created"], "demo")
     }

@@ -44,7 +44,8 @@ def test_many_prompts_with_many_samples_stream_as_they_are(demo_server: RunningS
         for choice in event["choices"]:
             texts[choice["index"]] += choice["text"]
     assert texts == whole
-    assert [text.startswith(prompt) for text, prompt in zip(texts, ["One"] * 2 + ["Two"] * 2 + ["Three"] * 2)]
+    prompts = ["One", "One", "Two", "Two", "Three", "Three"]
+    assert all(text.startswith(prompt) for text, prompt in zip(texts, prompts, strict=True))
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -165,9 +165,11 @@ def test_calls_without_content_come_as_the_template_can_take_them(source: str, e
     ("source", "expected"),
     [
         ("{% for m in messages %}{{ m.role }}={{ m.content }};{% endfor %}", "developer=x;"),
-        ("{% for m in messages %}{% if m.role in ('system', 'user') %}{{ m.role }}={{ m.content }};{% endif %}{% endfor %}",
-         "system=x;"),
+        (
+            "{% for m in messages %}{% if m.role == 'system' %}system={{ m.content }};{% endif %}{% endfor %}",
+            "system=x;",
+        ),
     ],
-)  # fmt: skip
+)
 def test_developers_are_heard_by_templates_that_know_system_messages_only(source: str, expected: str) -> None:
     assert ChatTemplate(source).render([{"role": "developer", "content": "x"}]) == expected
