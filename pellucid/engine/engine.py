@@ -9,7 +9,8 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Literal
 
 from pellucid.core import Request, RequestOutput, SamplingParams
-from pellucid.engine.inputs import check_tokenizer, constraint_compiler, load_tokenizer
+from pellucid.engine.grammars import Grammars
+from pellucid.engine.inputs import check_tokenizer, load_tokenizer
 from pellucid.engine.output import TextDelta
 from pellucid.engine.output_processor import OutputProcessor
 from pellucid.engine.prompts import EncodedPrompt, Prompt, PromptEncoder
@@ -56,13 +57,14 @@ class Engine:
         check_tokenizer(self.tokenizer, requires, args.model)
         self._encoder = PromptEncoder(self.tokenizer, self.traits.vocab_size, self.traits.eos_token_ids)
         self.capture_layers = tuple(capture_layers)
+        grammars = Grammars(self.tokenizer, self._encoder.eos_token_ids, self.traits.vocab_size)
         self._worker = load_worker(
             files,
             self.plan,
             capture_layers=self.capture_layers,
             on_progress=on_progress,
             debug=debug,
-            compile_constraint=constraint_compiler(self.tokenizer, self._encoder.eos_token_ids, self.traits.vocab_size),
+            compile_constraint=grammars.compile,
         )
         self._outputs = OutputProcessor(self.tokenizer, shares_prompts=self.plan.enable_prefix_caching)
         self._ids = itertools.count()

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from pellucid.core import InvalidRequestError, PellucidError, StructuredOutputs
+from pellucid.core import InvalidRequestError, PellucidError
 from pellucid.models.checkpoint import Checkpoint
-from pellucid.runner.sampler import Constraint
 from pellucid.selection.plan import ExecutionPlan
-from pellucid.tokenizer.structured_output import GrammarCompiler
 from pellucid.tokenizer.tokenizer import Tokenizer
 
 TOKENIZER_FILES = ("tokenizer.json", "tiktoken.model")
@@ -58,25 +55,6 @@ def check_tokenizer(tokenizer: Tokenizer | None, requires: str, model: str) -> N
         raise InvalidRequestError(
             f"{model} has no chat template; give one with --chat-template FILE, or use `pellucid generate`"
         )
-
-
-def constraint_compiler(
-    tokenizer: Tokenizer | None, eos_token_ids: Sequence[int], vocab_size: int
-) -> Callable[[StructuredOutputs], Constraint] | None:
-    """What turns a request's structured outputs into a constraint; None where it can't be had.
-
-    Made at first use: most engines never see such a request, and a large vocabulary takes a moment to index.
-    """
-    if tokenizer is None or importlib.util.find_spec("llguidance") is None:
-        return None
-    compilers: list[GrammarCompiler] = []
-
-    def compile_constraint(outputs: StructuredOutputs) -> Constraint:
-        if not compilers:
-            compilers.append(GrammarCompiler(tokenizer, eos_token_ids, vocab_size))
-        return compilers[0].compile(outputs)
-
-    return compile_constraint
 
 
 def slow_path_reasons(plan: ExecutionPlan) -> tuple[str, ...]:

@@ -18,7 +18,8 @@ from typing import BinaryIO, Protocol
 import zmq
 
 from pellucid.core import InvalidRequestError, PellucidError, Request, SamplingParams
-from pellucid.engine.inputs import constraint_compiler, load_tokenizer
+from pellucid.engine.grammars import Grammars
+from pellucid.engine.inputs import load_tokenizer
 from pellucid.engine.messages import (
     Abort,
     Add,
@@ -265,6 +266,8 @@ def load(spec: EngineSpec, channel: Channel) -> tuple[Worker, Ready]:
     tokenizer = load_tokenizer(files.checkpoint, spec.args.chat_template)
     eos = PromptEncoder(tokenizer, files.traits.vocab_size, files.traits.eos_token_ids).eos_token_ids
 
+    grammars = Grammars(tokenizer, eos, files.traits.vocab_size)
+
     channel.send(Loading("loading weights"))
     due = 0.0
 
@@ -279,8 +282,9 @@ def load(spec: EngineSpec, channel: Channel) -> tuple[Worker, Ready]:
         plan,
         on_progress=on_progress,
         debug=DebugModes(spec.force_preempt_every),
-        compile_constraint=constraint_compiler(tokenizer, eos, files.traits.vocab_size),
+        compile_constraint=grammars.compile,
     )
+    grammars.prepare()
     if _needs_one_torch_thread(plan):
         import torch
 

@@ -148,10 +148,11 @@ def _why_not_finite(logits: torch.Tensor, state: SamplingState) -> PellucidError
     """The model's fault, or the request's own: its bans and its bias together left no token."""
     name = state.request.request_id
     if bool(logits.max().isfinite()):
+        given = ("allowed_token_ids", "logit_bias", "structured_outputs")
         return InvalidRequestError(
             f"request {name!r} leaves no token to choose from; loosen allowed_token_ids, logit_bias, min_tokens or "
             "structured_outputs",
-            "allowed_token_ids" if state.params.allowed_token_ids is not None else "logit_bias",
+            next((param for param in given if getattr(state.params, param)), "min_tokens"),
         )
     return PellucidError(f"the model's logits for request {name!r} are not finite; check the weights and the dtype")
 
@@ -186,7 +187,7 @@ def _rewrite(logits: torch.Tensor, state: SamplingState) -> torch.Tensor:
         tokens = torch.tensor(list(state.output_counts), device=logits.device)
         counts = torch.tensor(list(state.output_counts.values()), dtype=logits.dtype, device=logits.device)
         logits[tokens] -= params.presence_penalty + params.frequency_penalty * counts
-    if permitted is not None and not bool(logits.isfinite().any()):
+    if permitted is not None and not bool(logits.max().isfinite()):
         # What has the form asked for, and can't go on, ends: no ban keeps it from that.
         ends = [token_id for token_id in state.request.eos_token_ids if permitted[token_id]]
         logits[ends] = given[ends]
@@ -195,12 +196,13 @@ def _rewrite(logits: torch.Tensor, state: SamplingState) -> torch.Tensor:
 
 def _unpack(bits: bytes, logits: torch.Tensor) -> torch.Tensor:
     """[vocab] booleans, on the device of `logits` [vocab], from `Constraint.allowed`; False beyond its end."""
+    import numpy as np
     import torch
 
-    packed = torch.frombuffer(bytearray(bits), dtype=torch.uint8).to(logits.device)
-    shifts = torch.arange(8, dtype=torch.uint8, device=logits.device)
-    unpacked = (packed.unsqueeze(-1) >> shifts).bitwise_and_(1).bool().flatten()[: logits.shape[-1]]
-    return torch.nn.functional.pad(unpacked, (0, logits.shape[-1] - unpacked.shape[-1]))
+    packed = np.frombuffer(bits, dtype=np.uint8)
+    unpacked = np.unpackbits(packed, count=min(8 * len(bits), logits.shape[-1]), bitorder="little")
+    permitted = torch.from_numpy(unpacked).view(torch.bool).to(logits.device)
+    return torch.nn.functional.pad(permitted, (0, logits.shape[-1] - permitted.shape[-1]))
 
 
 def _choose(logits: torch.Tensor, state: SamplingState) -> int:

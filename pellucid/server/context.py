@@ -5,19 +5,18 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from starlette.requests import Request
 
 from pellucid.core import InvalidRequestError, PellucidError, StructuredOutputs
 from pellucid.engine.client import EngineClient, EngineState
+from pellucid.engine.grammars import Grammars
 from pellucid.engine.prompts import PromptEncoder
-from pellucid.runner.sampler import Constraint
 from pellucid.selection.args import EngineArgs
 from pellucid.server.accounting import Accounting
 from pellucid.server.args import ServeArgs
-from pellucid.server.errors import ApiError, bad_request, engine_dead, from_pellucid, not_found, overloaded, quote
+from pellucid.server.errors import ApiError, engine_dead, from_pellucid, not_found, overloaded, quote
 from pellucid.server.metrics import ServerMetrics
 from pellucid.server.parsers.choice import Detected
 from pellucid.server.sampling import SamplingDefaults
@@ -42,7 +41,7 @@ class Lifecycle:
 class ServerContext:
     """The server's parts, and the questions that all endpoints ask of them.
 
-    `compile_constraint` is used to check structured outputs before anything is queued; None without a tokenizer.
+    `grammars` checks structured outputs before anything is queued.
     `model_root` is the model's file or folder name, `trained_max_len` its context in tokens. `started` is Unix time.
     """
 
@@ -55,7 +54,7 @@ class ServerContext:
     metrics: ServerMetrics
     accounting: Accounting
     tracing: Tracing | None
-    compile_constraint: Callable[[StructuredOutputs], Constraint] | None
+    grammars: Grammars
     keys: tuple[str, ...]
     model_name: str
     model_root: str
@@ -83,10 +82,8 @@ class ServerContext:
         """Raises ApiError 400 for a constraint that can't be compiled: the engine must never see it."""
         if outputs is None:
             return
-        if self.compile_constraint is None:
-            raise bad_request("structured outputs need a tokenizer, and this model came without one")
         try:
-            await asyncio.to_thread(self.compile_constraint, outputs)
+            await asyncio.to_thread(self.grammars.check, outputs)
         except PellucidError as error:
             raise from_pellucid(error) from None
 

@@ -18,7 +18,8 @@ import uvloop
 from pellucid import __version__
 from pellucid.core import PellucidError
 from pellucid.engine.client import ENGINE_COMMAND, EngineClient, EngineDeadError, EngineState
-from pellucid.engine.inputs import constraint_compiler, load_tokenizer
+from pellucid.engine.grammars import Grammars
+from pellucid.engine.inputs import load_tokenizer
 from pellucid.engine.prompts import PromptEncoder
 from pellucid.engine.startup import ModelFiles, open_model
 from pellucid.selection.args import EngineArgs
@@ -113,7 +114,7 @@ def _make_context(
         metrics=metrics,
         accounting=Accounting(metrics),
         tracing=create_tracing(args.otlp_traces_endpoint),
-        compile_constraint=constraint_compiler(tokenizer, encoder.eos_token_ids, traits.vocab_size),
+        grammars=Grammars(tokenizer, encoder.eos_token_ids, traits.vocab_size),
         keys=keys,
         model_name=name,
         model_root=files.path.name,
@@ -174,6 +175,7 @@ class _Server:
             await asyncio.gather(*tasks[1:], return_exceptions=True)
             failure = engine.failure
             await engine.close()
+            context.grammars.close()
             if context.tracing is not None:
                 context.tracing.shutdown()
         if failure is not None:

@@ -5,22 +5,27 @@ Used by `structured_output`, and by the server to make grammars of tool calls an
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import Enum, auto
-from itertools import pairwise
+from fractions import Fraction
 from typing import Any, NamedTuple
 
 from pellucid.core import InvalidRequestError
 
 MAX_CHARS = 1_000_000
-MAX_DEPTH = 16_384
+MAX_PIECES = 100_000
+MAX_DEPTH = 8192
 """Definitions and parentheses of a grammar: each may cost the compiler some levels of recursion."""
 MAX_PROPERTIES = 1000
 MAX_PATTERN_PROPERTIES = 32
 """More take the compiler time that is quadratic in their number."""
 MAX_SCHEMA_VALUES = 50_000
+MAX_MULTIPLE = 50_000
+"""A multiple of n takes n states, and llguidance multiplies two of them in 32 bits."""
 
 WHITESPACE_PATTERN = r"[ \t\r\n]{1,64}"
 """What may stand between the parts of JSON. Without a bound, a model may write spaces for ever."""
@@ -65,6 +70,7 @@ _PIECE = re.compile(
     |(?P<OTHER>%\w+|::|.)""",
     re.VERBOSE | re.DOTALL,
 )
+_DEEPENING = frozenset(("(", "[", ":", "~"))
 _HEX_ESCAPE = re.compile(r"\\x([0-9A-Fa-f]{2})")
 _DECODER = json.JSONDecoder()
 _NOT_FOLLOWED = {
@@ -119,28 +125,39 @@ def names_in(lark: str) -> frozenset[str]:
     return frozenset(piece.text for piece in scan(lark) if piece.kind is Kind.NAME)
 
 
+def check_text(text: str) -> None:
+    """Raises InvalidRequestError for text that is too long, or no Unicode."""
+    if len(text) > MAX_CHARS:
+        raise refusal(f"it has {len(text):,} characters; at most {MAX_CHARS:,} are compiled")
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise refusal("the text is not valid Unicode: it has half of a surrogate pair") from None
+
+
 def scan(lark: str) -> Iterator[Piece]:
     """The pieces of `lark`; comments are spaces.
 
     Raises:
         InvalidRequestError: it passes a limit, has JSON that is none, or asks for what is not done here.
     """
-    if len(lark) > MAX_CHARS:
-        raise refusal(f"the grammar has {len(lark):,} characters; at most {MAX_CHARS:,} are compiled")
-    if not lark.isascii() and any("\ud800" <= char <= "\udfff" for char in lark):
-        raise refusal("the text is not valid Unicode: it has half of a surrogate pair")
+    check_text(lark)
     pos = depth = 0
-    while match := _PIECE.match(lark, pos):
+    for count in itertools.count(1):
+        if not (match := _PIECE.match(lark, pos)):
+            return
         kind, pos, text = Kind[str(match.lastgroup)], match.end(), match.group()
         if kind is Kind.JSON:
             text, pos = _read_json(match["JSON"], lark, pos)
         elif kind is Kind.SPACE:
             text = " "
+        elif text in ('"', "/"):
+            raise refusal("a literal or a regular expression in the grammar has no end")
         elif text == "%lark":
             raise refusal("grammars nested with %lark are not supported; use one grammar")
-        depth += text in ("(", "[", ":", "~")
-        if depth > MAX_DEPTH:
-            raise refusal(f"the grammar has more than {MAX_DEPTH:,} definitions and parentheses")
+        depth += text in _DEEPENING
+        if depth > MAX_DEPTH or count > MAX_PIECES:
+            raise refusal(f"the grammar is too large: more than {MAX_DEPTH:,} definitions, or {MAX_PIECES:,} words")
         yield Piece(kind, text)
 
 
@@ -170,7 +187,7 @@ def spell_tokens(lark: str, parts_of: Callable[[str], SpelledParts]) -> Spelling
 def _statements(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
     """Definitions and directives, each with the newline that ends it. A line that begins with `|` goes on."""
     solid = [*(piece for piece in pieces if piece.kind is not Kind.SPACE), Piece(Kind.NEWLINE, "\n")]
-    following = iter(after for before, after in pairwise(solid) if before.kind is Kind.NEWLINE)
+    following = iter(after for before, after in itertools.pairwise(solid) if before.kind is Kind.NEWLINE)
     statement: list[Piece] = []
     for piece in pieces:
         statement.append(piece)
@@ -240,7 +257,7 @@ def _read_json(keyword: str, text: str, pos: int) -> tuple[str, int]:
 
 def _check_schema(schema: Any) -> None:
     """Refuse what would take the compiler quadratic time, or more."""
-    seen, waiting = 0, [schema]
+    seen, waiting, multiples = 0, [schema], [Fraction(1)]
     while waiting:
         value = waiting.pop()
         seen += 1
@@ -252,6 +269,12 @@ def _check_schema(schema: Any) -> None:
             patterns = value.get("patternProperties")
             if isinstance(patterns, dict) and len(patterns) > MAX_PATTERN_PROPERTIES:
                 raise refusal(f"the schema has {len(patterns)} patternProperties; at most {MAX_PATTERN_PROPERTIES} fit")
+            multiple = value.get("multipleOf")
+            if isinstance(multiple, int | float) and 0 < multiple < math.inf:
+                multiples.append(Fraction(str(multiple)))
             if len(value) > MAX_PROPERTIES:
                 raise refusal(f"an object of the schema has {len(value):,} members; at most {MAX_PROPERTIES:,} fit")
             waiting.extend(value.values())
+    scale = math.lcm(*(multiple.denominator for multiple in multiples))
+    if math.lcm(*(int(multiple * scale) for multiple in multiples)) > MAX_MULTIPLE * scale:
+        raise refusal(f"the schema's multipleOf have no common multiple up to {MAX_MULTIPLE:,}")

@@ -3,50 +3,42 @@
 `GrammarCompiler` is made by the engine process, which samples under its `Constraint`s, and by the API process, which
 refuses a bad request before the engine sees it.
 
-A grammar comes from a stranger. What it may cost is bounded thrice: by size (`lark`), by llguidance's own limits, and
-by time: it is compiled in a thread with a deep stack, which is left alone when it takes too long.
+A grammar comes from a stranger. What it may cost is bounded by size (`lark`), by llguidance's own limits, and by time;
+and what passes all of them, and still is too much, is met by a `GrammarGuard` first.
 """
 
 from __future__ import annotations
 
 import json
 import re
-import threading
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+from itertools import takewhile
+from typing import Any
 
 from pellucid.core import PellucidError, StructuredOutputs
 from pellucid.tokenizer import lark
+from pellucid.tokenizer.grammar_guard import LIMITS, GrammarGuard, Vocabulary, run_deep
+from pellucid.tokenizer.json_schema import close_objects
 from pellucid.tokenizer.lark import SpelledParts, refusal
 from pellucid.tokenizer.tokenizer import Tokenizer
 
 COMPILE_TIMEOUT_S = 2.0
-COMPILE_STACK_BYTES = 256 << 20
-"""Reserved, not used: the deepest grammar that passes `lark`'s limits takes a part of it."""
-
+"""In this process; the guard takes half of it."""
 MAX_TOKEN_BYTES = 1000
 """llguidance's index of the vocabulary has no room for longer tokens; a constrained output goes without them."""
 
-MAX_GBNF_RULES = 1000
+MAX_GBNF_CHARS = 32_768
+MAX_GBNF_RULES = 400
 """llguidance's converter takes quadratic time."""
 
-_LIMITS = {
-    "initial_lexer_fuel": 500_000,
-    "step_lexer_fuel": 100_000,
-    "step_max_items": 50_000,
-    "max_lexer_states": 100_000,
-    "max_grammar_size": 200_000,
-    "verbose_errors": False,
-}
 _SPECIAL = b"\xff"
 """How llguidance marks a token that is no text: no UTF-8 text has that byte."""
 
-_GBNF_ROOT = re.compile(r"^\s*root\s*::=", re.MULTILINE)
+_GBNF_ROOT = re.compile(r"^[ \t]*root[ \t]*::=", re.MULTILINE)
 _CAUSE = re.compile(r"^error: (.+)", re.MULTILINE)
 _POSITION = re.compile(r"^(?:at )?\d+\(\d+\): ")
 _MAX_REASON_CHARS = 300
-
-T = TypeVar("T")
 
 
 def to_lark(outputs: StructuredOutputs) -> str:
@@ -59,7 +51,7 @@ def to_lark(outputs: StructuredOutputs) -> str:
         InvalidRequestError: it is malformed, or too large.
     """
     if outputs.json is not None:
-        return f"start: {lark.json_value(_parse_schema(outputs.json))}\n"
+        return f"start: {lark.json_value(close_objects(_parse_schema(outputs.json)))}\n"
     if outputs.json_object:
         return f"start: {lark.json_value({'type': 'object'})}\n"
     if outputs.choice is not None:
@@ -76,14 +68,14 @@ def to_lark(outputs: StructuredOutputs) -> str:
 def check_grammar(grammar: str) -> None:
     """Raises InvalidRequestError for a Lark grammar that is malformed, whatever tokens the vocabulary may have."""
     guidance, spelled = _llguidance(), "".join(piece.text for piece in lark.scan(grammar))
-    limits = guidance.LLParserLimits(**_LIMITS)
-    message = _run_bounded(lambda: guidance.LLMatcher.validate_grammar(spelled, limits=limits))
-    if message:
+    limits = guidance.LLParserLimits(**LIMITS)
+    message = run_deep(lambda: guidance.LLMatcher.validate_grammar(spelled, limits=limits), COMPILE_TIMEOUT_S)
+    if message != "":
         raise refusal(_reason(message))
 
 
 class GrammarCompiler:
-    """Makes constraints over one vocabulary. Thread-safe. Takes about a second to make for a large vocabulary.
+    """Makes constraints over one vocabulary. Thread-safe. Takes half a second to make for a large vocabulary.
 
     Added tokens with a symbol in them (control tokens, `<think>`, `<tool_call>`) are no text: none stands in a JSON
     string, or where a regular expression matches; what looks like one there is spelled with ordinary tokens. A grammar
@@ -105,15 +97,25 @@ class GrammarCompiler:
             raise refusal("this model has no end-of-sequence token, and structured outputs need one")
         self._tokenizer = tokenizer
         self._markers = _find_markers(tokenizer, size)
-        self._marker = re.compile("|".join(map(re.escape, sorted(self._markers, key=len, reverse=True))) or r"(?!)")
+        self._marker = re.compile(_longest_of(self._markers))
         special = {*self._ends, *tokenizer.special_token_ids, *self._markers.values()}
         self._tokens = [_trie_bytes(tokenizer, token_id, token_id in special) for token_id in range(size)]
-        self._vocabulary = guidance.LLTokenizer(
-            _Vocabulary(self._tokens, self._tokenize, min(self._ends)), eos_token=sorted(self._ends)
-        )
-        self._limits = guidance.LLParserLimits(**_LIMITS)
+        self._limits = guidance.LLParserLimits(**LIMITS)
         self._text_bits = _bits(i for i in range(size) if i not in special)
         self._end_bits = _bits(self._ends)
+        self._guard = GrammarGuard(self._tokens, sorted(self._ends))
+
+    def check(self, outputs: StructuredOutputs) -> None:
+        """Refuse what `compile` would, at no risk: another process compiles it. Takes a millisecond or two, as a rule.
+
+        Raises:
+            InvalidRequestError: see `compile`.
+            PellucidError: that process can't be started.
+        """
+        grammar, _ = lark.spell_tokens(to_lark(outputs), self._parts_of)
+        message = self._guard.compile(grammar)
+        if message != "":
+            raise refusal(_reason(message))
 
     def compile(self, outputs: StructuredOutputs) -> Constraint:
         """A constraint for one output.
@@ -121,20 +123,37 @@ class GrammarCompiler:
         Raises:
             InvalidRequestError: it is malformed, too large, asks for what is not supported, or nothing satisfies it.
         """
-        guidance = _llguidance()
         grammar, named = lark.spell_tokens(to_lark(outputs), self._parts_of)
+        vocabulary = self._vocabulary
 
         def build() -> tuple[Any, bytes]:
-            matcher = guidance.LLMatcher(self._vocabulary, grammar, log_level=0, limits=self._limits)
+            matcher = _llguidance().LLMatcher(vocabulary, grammar, log_level=0, limits=self._limits)
             return matcher, b"" if matcher.is_error() else matcher.compute_bitmask()
 
-        matcher, first = _run_bounded(build)
+        built = run_deep(build, COMPILE_TIMEOUT_S)
+        if built is None:
+            raise refusal(_reason(None))
+        matcher, first = built
         # A grammar may also name ranges of ids, and then means them.
         inside = -1 if named is None else self._text_bits | _bits(named)
         constraint = Constraint(matcher, first, inside, self._end_bits, self._ends)
         if not any(constraint.allowed()):
             raise refusal("no output that this model can write satisfies it")
         return constraint
+
+    def prepare(self) -> None:
+        """Index the vocabulary now, which the first `compile` would do."""
+        _ = self._vocabulary
+
+    def close(self) -> None:
+        """End the process that `check` began."""
+        self._guard.close()
+
+    @cached_property
+    def _vocabulary(self) -> Any:
+        """llguidance's index of the tokens, which takes half a second for a large vocabulary."""
+        ends = sorted(self._ends)
+        return _llguidance().LLTokenizer(Vocabulary(self._tokens, ends[0], self._tokenize), eos_token=ends)
 
     def _parts_of(self, text: str) -> SpelledParts:
         parts: list[str | int] = []
@@ -192,21 +211,6 @@ class Constraint:
             raise refusal(_reason(self._matcher.get_error()))
 
 
-class _Vocabulary:
-    """The protocol by which llguidance takes a vocabulary from Python."""
-
-    is_tokenizer_wrapper = True
-    special_token_ids: Sequence[int] = ()
-    bos_token_id = None
-
-    def __init__(self, tokens: Sequence[bytes], tokenize: Callable[[str], list[int]], eos_token_id: int) -> None:
-        self.tokens, self.eos_token_id = tokens, eos_token_id
-        self._tokenize = tokenize
-
-    def __call__(self, text: str) -> list[int]:
-        return self._tokenize(text)
-
-
 def _find_markers(tokenizer: Tokenizer, size: int) -> dict[str, int]:
     """Text -> id of the added tokens that are no text. Runs of spaces, and words, are."""
     found = {}
@@ -216,6 +220,22 @@ def _find_markers(tokenizer: Tokenizer, size: int) -> dict[str, int]:
         if len(ids) == 1 and ids[0] < size and (has_symbol or ids[0] in tokenizer.special_token_ids):
             found[text] = ids[0]
     return found
+
+
+def _longest_of(texts: Iterable[str]) -> str:
+    """A regular expression for the longest of `texts` at a place: a tree, since there may be a thousand."""
+    tails: dict[str, list[str]] = {}
+    for text in texts:
+        tails.setdefault(text[:1], []).append(text)
+    branches = []
+    for first, group in tails.items():
+        if first:
+            pairs = zip(min(group), max(group), strict=False)
+            shared = "".join(char for char, _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+            branches.append(re.escape(shared) + _longest_of([text[len(shared) :] for text in group]))
+    if not branches:
+        return "" if tails else "(?!)"
+    return f"(?:{'|'.join(branches)})" + "?" * ("" in tails)
 
 
 def _trie_bytes(tokenizer: Tokenizer, token_id: int, is_special: bool) -> bytes:
@@ -242,6 +262,7 @@ def _parse_schema(text: str) -> Any:
 
 
 def _escape_regex(pattern: str) -> str:
+    lark.check_text(pattern)
     trailing = len(pattern) - len(pattern.rstrip("\\"))
     if trailing % 2:
         raise refusal("the regular expression ends in a backslash that escapes nothing")
@@ -249,8 +270,9 @@ def _escape_regex(pattern: str) -> str:
 
 
 def _convert_gbnf(grammar: str) -> str:
-    if len(grammar) > lark.MAX_CHARS // 16 or grammar.count("::=") > MAX_GBNF_RULES:
-        raise refusal(f"a GBNF grammar may have {lark.MAX_CHARS // 16:,} characters and {MAX_GBNF_RULES:,} rules")
+    lark.check_text(grammar)
+    if len(grammar) > MAX_GBNF_CHARS or grammar.count("::=") > MAX_GBNF_RULES:
+        raise refusal(f"a GBNF grammar may have {MAX_GBNF_CHARS:,} characters and {MAX_GBNF_RULES} rules")
     try:
         return str(_llguidance().grammar_from("gbnf", grammar))
     except ValueError as error:
@@ -266,33 +288,11 @@ def _llguidance() -> Any:
     return llguidance
 
 
-_stack_size = threading.Lock()
-
-
-def _run_bounded(build: Callable[[], T]) -> T:
-    """The result of `build`, run with a deep stack and for a limited time.
-
-    Native code can't be stopped: what takes too long goes on for nothing, until it reaches a limit of llguidance's.
-    """
-    results: list[T] = []
-    thread = threading.Thread(target=lambda: results.append(build()), name="compile-grammar", daemon=True)
-    # A process-wide setting, read when a thread starts.
-    with _stack_size:
-        before = threading.stack_size(COMPILE_STACK_BYTES)
-        try:
-            thread.start()
-        finally:
-            threading.stack_size(before)
-    thread.join(COMPILE_TIMEOUT_S)
-    if not results:
-        reason = f"takes more than {COMPILE_TIMEOUT_S:g} s to compile" if thread.is_alive() else "can't be compiled"
-        raise refusal(f"the grammar {reason}; simplify it")
-    return results[0]
-
-
-def _reason(message: str) -> str:
-    """What llguidance says, in a line."""
-    if "NoExtension" in message:
+def _reason(message: str | None) -> str:
+    """What llguidance says, in a line. None: it has said nothing in time."""
+    if message is None:
+        return "the grammar takes too long to compile, or too much memory; simplify it"
+    if message.startswith("NoExtension"):
         return "no output that this model can write satisfies it"
     if message.startswith("panic"):
         return "the grammar is too complex"

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from pellucid import LLM, InvalidRequestError, SamplingParams
-from pellucid.core import PlanError
+from pellucid.core import PlanError, Request
 from pellucid.engine.engine import DebugModes
 from tests import checkpoints
 from tests.engine.tiny import MakeLLM, assert_idle, engine_arguments, write_tokenizer
@@ -170,11 +170,28 @@ def test_ids_given_by_the_engine_never_meet_ids_given_by_the_caller(make_llm: Ma
     finish(llm, *taken, *given)
 
 
-def test_a_request_refused_for_a_later_sample_leaves_no_earlier_one_behind(make_llm: MakeLLM) -> None:
-    llm = make_llm("llama")
-    with pytest.raises(InvalidRequestError, match="seed"):
-        llm.engine.add_prompt([5], SamplingParams(n=2, seed=2**63 - 1))
+def test_a_request_refused_for_a_later_sample_leaves_no_earlier_one_behind(
+    make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = make_llm("llama", enable_prefix_caching=False)
+    add_request = llm.engine._worker.add_request
+
+    def refuse_the_second(request: Request) -> None:
+        if request.request_id.endswith("#1"):
+            raise InvalidRequestError("not this one")
+        add_request(request)
+
+    monkeypatch.setattr(llm.engine._worker, "add_request", refuse_the_second)
+    with pytest.raises(InvalidRequestError, match="not this one"):
+        llm.engine.add_prompt([5], SamplingParams(n=2))
     assert not llm.engine.has_unfinished()
+
+
+def test_seeds_of_samples_wrap_around(make_llm: MakeLLM) -> None:
+    """The last seed there is, with samples after it."""
+    params = SamplingParams(n=3, seed=2**63 - 1, max_tokens=4, temperature=1.0)
+    first, second = (make_llm("llama").generate([5], params)[0].outputs for _ in range(2))
+    assert [output.token_ids for output in first] == [output.token_ids for output in second]
 
 
 @pytest.mark.parametrize("debug", [DebugModes(), DebugModes(force_preempt_every=2)], ids=["plain", "preempting"])

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from pellucid.core import InvalidRequestError, PlanError
+from pellucid.tokenizer.json_schema import close_objects
 from pellucid.tokenizer.lark import json_value, names_in, one_of, quote, rename_start, text_without
 
 _NAME = re.compile(r"[\w.\-]{1,256}")
@@ -84,17 +85,18 @@ def after_reasoning(lark: str, opening: str, closing: str, opened: bool | None, 
     """
     if opened is False:
         return lark
-    taken, answer, reasoning = names_in(lark), "answer", "reasoning"
-    while {answer, reasoning, reasoning.upper()} & taken:
-        answer, reasoning = f"{answer}_", f"{reasoning}_"
-    begin = reasoning if opened else f"({quote(opening)} {reasoning})?"
+    taken, mark = names_in(lark), ""
+    while taken & {f"{name}{mark}" for name in ("answer", "reasoning", "thought", "THOUGHT", "LAYOUT")}:
+        mark += "_"
+    # A model whose prompt opens no block may open it itself, also where its reasoning may begin without.
+    begin = f"{quote(opening)}? reasoning{mark}" if opened else f"({quote(opening)} reasoning{mark})?"
     return (
-        f"start: {begin} {answer}\n"
-        f"{reasoning}: {reasoning}_block {reasoning.upper()}_LAYOUT?\n"
-        f"{reasoning}_block[suffix={quote(closing)}]: {reasoning.upper()}\n"
-        f"{reasoning.upper()}: {text_without((closing, *enders))}\n"
-        f"{reasoning.upper()}_LAYOUT: /\\n{{1,2}}/\n"
-        f"{rename_start(lark, answer)}"
+        f"start: {begin} answer{mark}\n"
+        f"reasoning{mark}: thought{mark} LAYOUT{mark}?\n"
+        f"thought{mark}[suffix={quote(closing)}]: THOUGHT{mark}\n"
+        f"THOUGHT{mark}: {text_without((closing, *enders))}\n"
+        f"LAYOUT{mark}: /\\n{{1,2}}/\n"
+        f"{rename_start(lark, f'answer{mark}')}"
     )
 
 
@@ -138,7 +140,7 @@ def _object_call(rule: str, name: str, schema: dict[str, Any]) -> list[str]:
 
 def _between(begin: str, schema: dict[str, Any], end: str) -> str:
     """JSON between two literals."""
-    return f"{quote(begin)} {json_value(schema)} {quote(end)}"
+    return f"{quote(begin)} {json_value(close_objects(schema))} {quote(end)}"
 
 
 def _dsml_call(rule: str, name: str, schema: dict[str, Any]) -> list[str]:
