@@ -9,7 +9,6 @@ import asyncio
 import itertools
 import logging
 import shutil
-import signal
 import sys
 import tempfile
 import time
@@ -54,12 +53,6 @@ logger = logging.getLogger(__name__)
 
 ENGINE_COMMAND = (sys.executable, "-m", "pellucid.engine.process")
 EXIT_GRACE_S = 5.0
-
-
-def _ignore_stop_signals() -> None:
-    """In the engine process, before it is Python: those that are meant for the server may be sent to both."""
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
 
 
 class EngineDeadError(PellucidError):
@@ -181,8 +174,9 @@ class EngineClient:
             self._socket.setsockopt(option, 0)
         address = f"ipc://{self._folder}/engine"
         self._socket.bind(address)
+        # In a session of its own: Ctrl-C is for the server, and this is not Python yet, which could ignore it.
         self._process = await asyncio.create_subprocess_exec(
-            *self._command, stdin=asyncio.subprocess.PIPE, preexec_fn=_ignore_stop_signals
+            *self._command, stdin=asyncio.subprocess.PIPE, start_new_session=True
         )
         spec = encode(EngineSpec(args, address, force_preempt_every))
         assert self._process.stdin is not None

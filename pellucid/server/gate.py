@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import logging
 import re
@@ -71,6 +72,9 @@ class Gate:
             await self._app(scope, receive, answer.send)
         except ClientDisconnect:
             answer.status = CLIENT_CLOSED
+        except asyncio.CancelledError:
+            # By nothing but the end of the server, after its drain.
+            logger.warning("the server ended before the client had read its answer")
         except ApiError as error:
             await answer.fail(error, scope, receive)
         except HTTPException as error:
