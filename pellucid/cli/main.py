@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import sys
 from collections.abc import Sequence
@@ -51,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         code = cli.main(args=None if argv is None else list(argv), prog_name="pellucid", standalone_mode=False)
     except PellucidError as error:
-        click.echo(f"error: {error}", err=True)
+        _complain(f"error: {error}")
         sys.exit(error.exit_code)
     except click.exceptions.NoArgsIsHelpError as error:
         click.echo(error.format_message())
@@ -59,8 +60,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     except click.ClickException as error:
         context = getattr(error, "ctx", None)
         where = f" (see: {context.command_path} --help)" if context is not None else ""
-        click.echo(f"error: {error.format_message()}{where}", err=True)
+        _complain(f"error: {error.format_message()}{where}")
         sys.exit(error.exit_code)
     except (click.Abort, KeyboardInterrupt):
         sys.exit(130)
     sys.exit(code if isinstance(code, int) else 0)
+
+
+def _complain(line: str) -> None:
+    # Where standard error is full or closed, the exit code still says what happened.
+    with contextlib.suppress(OSError, ValueError):
+        click.echo(line, err=True)

@@ -45,6 +45,8 @@ async def health_ready(request: Request) -> JSONResponse:
         "last_step": engine.last_step,
         "last_step_age_s": round(time.monotonic() - engine.last_step_time, 3),
         "last_heard_age_s": round(engine.silence_s(), 3),
+        # The engine's own counts may be as old as its silence; how many are in flight this process knows itself.
+        "in_flight": engine.running,
         "running": 0 if stats is None else stats.running,
         "waiting": 0 if stats is None else stats.waiting,
     }

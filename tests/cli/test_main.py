@@ -55,3 +55,9 @@ def test_without_the_engine_extra_running_names_what_to_install_and_explaining_w
     explained = pellucid("explain", str(config), "--hardware", "h200")
     assert (explained.returncode, explained.stderr) == (0, "")
     assert "kv_lora_rank 512" in explained.stdout
+
+
+@pytest.mark.parametrize("stderr", ["/dev/full", None], ids=["full", "closed"])
+def test_the_exit_code_stands_where_the_message_can_not_be_written(stderr: str | None) -> None:
+    command = f"{sys.executable} -m pellucid generate x --no-such-flag 2>{stderr or '&-'}"
+    assert subprocess.run(command, shell=True, check=False).returncode == 2
