@@ -12,6 +12,9 @@ from typing import Any, Literal
 
 FinishReason = Literal["stop", "length", "abort"]
 
+MAX_INT = 2**63 - 1
+"""What crosses from process to process: 64 bits."""
+
 MAX_LOGPROBS = 64
 """Most alternatives per position that `logprobs` may ask for."""
 
@@ -175,7 +178,7 @@ class SamplingParams:
     def single(self, index: int) -> SamplingParams:
         """The parameters of the `index`-th of `n` samples: n=1, a seed of its own if seeded, the prompt scored once."""
         # Seeds are 64 bits and wrap around.
-        seed = None if self.seed is None else (self.seed + index + 2**63) % 2**64 - 2**63
+        seed = None if self.seed is None else (self.seed + index + MAX_INT + 1) % 2**64 - MAX_INT - 1
         return replace(self, n=1, seed=seed, prompt_logprobs=None if index else self.prompt_logprobs)
 
 
@@ -183,16 +186,16 @@ _RANGES: tuple[tuple[str, type, float, float], ...] = (
     ("n", int, 1, 128),
     ("temperature", float, 0.0, 100.0),
     ("top_p", float, 1e-6, 1.0),
-    ("top_k", int, 0, math.inf),
+    ("top_k", int, 0, MAX_INT),
     ("min_p", float, 0.0, 1.0),
     ("repetition_penalty", float, 0.0, 100.0),
     ("presence_penalty", float, -2.0, 2.0),
     ("frequency_penalty", float, -2.0, 2.0),
-    ("min_tokens", int, 0, math.inf),
-    ("max_tokens", int, 0, math.inf),
+    ("min_tokens", int, 0, MAX_INT),
+    ("max_tokens", int, 0, MAX_INT),
     ("logprobs", int, 0, MAX_LOGPROBS),
     ("prompt_logprobs", int, 0, MAX_LOGPROBS),
-    ("seed", int, -(2**63), 2**63 - 1),
+    ("seed", int, -MAX_INT - 1, MAX_INT),
 )
 
 

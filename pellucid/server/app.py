@@ -8,17 +8,17 @@ from starlette.routing import Route, Router
 from starlette.types import ASGIApp
 
 from pellucid import __version__
-from pellucid.server import operations
-from pellucid.server.chat import create_chat_completion
-from pellucid.server.completions import create_completion
 from pellucid.server.context import ServerContext
-from pellucid.server.gate import Gate
-from pellucid.server.messages import count_tokens, create_message
+from pellucid.server.endpoints import operations
+from pellucid.server.endpoints.chat import create_chat_completion
+from pellucid.server.endpoints.completions import create_completion
+from pellucid.server.endpoints.messages import count_tokens, create_message
+from pellucid.server.endpoints.responses import create_response, stored_response
+from pellucid.server.endpoints.tokenize import detokenize, tokenize
+from pellucid.server.http.gate import Gate
+from pellucid.server.http.responding import JSONResponse
 from pellucid.server.openapi import openapi_document
 from pellucid.server.page import page_routes
-from pellucid.server.responding import JSONResponse
-from pellucid.server.responses import create_response, stored_response
-from pellucid.server.tokenize import detokenize, tokenize
 
 ROUTES = (
     Route("/v1/chat/completions", create_chat_completion, methods=["POST"]),

@@ -8,7 +8,7 @@ from typing import Any
 
 from pellucid.core import PlanError
 from pellucid.selection.args import flag_name
-from pellucid.server.logs import LogFormat
+from pellucid.server.telemetry.logs import LogFormat
 
 
 def _flag(

@@ -14,13 +14,13 @@ from pellucid.engine.client import EngineClient, EngineState
 from pellucid.engine.grammars import Grammars
 from pellucid.engine.prompts import PromptEncoder
 from pellucid.selection.args import EngineArgs
-from pellucid.server.accounting import Accounting
 from pellucid.server.args import ServeArgs
 from pellucid.server.errors import ApiError, engine_dead, from_pellucid, not_found, overloaded, quote
-from pellucid.server.metrics import ServerMetrics
+from pellucid.server.generation.sampling import SamplingDefaults
 from pellucid.server.parsers.choice import Detected
-from pellucid.server.sampling import SamplingDefaults
-from pellucid.server.tracing import Tracing
+from pellucid.server.telemetry.accounting import Accounting
+from pellucid.server.telemetry.metrics import ServerMetrics
+from pellucid.server.telemetry.tracing import Tracing
 from pellucid.tokenizer.tokenizer import Tokenizer
 
 LOADING_RETRY_S = 5

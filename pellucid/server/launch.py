@@ -23,18 +23,18 @@ from pellucid.engine.inputs import load_tokenizer
 from pellucid.engine.prompts import PromptEncoder
 from pellucid.engine.startup import ModelFiles, open_model
 from pellucid.selection.args import EngineArgs
-from pellucid.server.accounting import Accounting
 from pellucid.server.app import create_app
 from pellucid.server.args import ServeArgs
-from pellucid.server.connection import limited_protocol
 from pellucid.server.context import ServerContext
-from pellucid.server.generation import ServerStoppingError
-from pellucid.server.logs import LogHandler, configure_logging
-from pellucid.server.metrics import ServerMetrics
-from pellucid.server.notify import Notifier
+from pellucid.server.generation.sampling import SamplingDefaults
+from pellucid.server.generation.tracked import ServerStoppingError
+from pellucid.server.http.connection import limited_protocol
 from pellucid.server.parsers.choice import detect_parsers, override
-from pellucid.server.sampling import SamplingDefaults
-from pellucid.server.tracing import create_tracing
+from pellucid.server.telemetry.accounting import Accounting
+from pellucid.server.telemetry.logs import LogHandler, configure_logging
+from pellucid.server.telemetry.metrics import ServerMetrics
+from pellucid.server.telemetry.notify import Notifier
+from pellucid.server.telemetry.tracing import create_tracing
 
 LAST_WORDS_S = 1.0
 """How long clients get to be told: those of running requests, and after the engine's death new ones and probes."""

@@ -11,7 +11,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from pellucid.core import RequestMetrics, TokenLogprobs
-from pellucid.server.chat_generation import ChatEvent
+from pellucid.server.generation.chat_values import ChatEvent
 from pellucid.server.parsers.choice import build_grammar
 from pellucid.server.parsers.message import MessageDelta
 from pellucid.server.parsers.request import ParserRequest

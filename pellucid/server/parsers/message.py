@@ -6,7 +6,7 @@ The grammars make `Piece`s; `streaming` turns them into deltas, `grammar` into a
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum, auto
 from typing import NamedTuple
 
@@ -130,3 +130,16 @@ def assemble_deltas(deltas: Iterable[MessageDelta]) -> ParsedMessage:
             calls[new.index] = ToolCall(new.index, call_id, name, arguments, new.complete)
     reasoning = "".join(delta.reasoning for delta in deltas)
     return ParsedMessage(reasoning, "".join(delta.content for delta in deltas), tuple(calls.values()))
+
+
+def join(first: MessageDelta, second: MessageDelta) -> MessageDelta:
+    """Two deltas in a row as one."""
+    if not second:
+        return first
+    calls = {call.index: call for call in first.tool_calls}
+    for call in second.tool_calls:
+        old = calls.get(call.index)
+        calls[call.index] = (
+            call if old is None else replace(old, arguments=old.arguments + call.arguments, complete=call.complete)
+        )
+    return MessageDelta(first.reasoning + second.reasoning, first.content + second.content, tuple(calls.values()))

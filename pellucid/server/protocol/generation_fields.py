@@ -9,8 +9,9 @@ from typing import Annotated, Any
 
 from msgspec import Meta, Struct
 
+from pellucid.core import MAX_INT
 from pellucid.server.protocol.chat import check_template_arguments
-from pellucid.server.protocol.sampling_fields import MAX_INT, Count, LogitBias, RequestId
+from pellucid.server.protocol.sampling_fields import Count, LogitBias, RequestId
 
 
 class GenerationFields(Struct, kw_only=True, frozen=True):

@@ -8,13 +8,14 @@ from typing import Annotated, Any, ClassVar, Literal
 import msgspec
 from msgspec import Meta, Struct
 
+from pellucid.core import MAX_INT
 from pellucid.server.errors import bad_request, quote
 from pellucid.server.protocol.chat import MAX_TOP_LOGPROBS, ReasoningEffort, effort_arguments
 from pellucid.server.protocol.chat_messages import Name
 from pellucid.server.protocol.generation_fields import GenerationFields
 from pellucid.server.protocol.response_format import JsonObjectFormat, TextFormat
 from pellucid.server.protocol.response_items import InputItem, check_items, template_messages
-from pellucid.server.protocol.sampling_fields import MAX_INT, REMOVED_FIELDS, StopString, StopStrings
+from pellucid.server.protocol.sampling_fields import REMOVED_FIELDS, StopString, StopStrings
 
 LOGPROBS = "message.output_text.logprobs"
 

@@ -10,12 +10,12 @@ from typing import Annotated, Any, ClassVar
 
 from msgspec import Meta, Struct
 
-from pellucid.core import MAX_LOGPROBS
+from pellucid.core import MAX_INT, MAX_LOGPROBS
 from pellucid.server.errors import bad_request
 from pellucid.server.protocol.response_format import ResponseFormat, StructuredOutputsFields
 
 MAX_STOP_STRINGS = 16
-MAX_INT = 2**63 - 1
+
 
 Count = Annotated[int, Meta(ge=0, le=MAX_INT)]
 StopString = Annotated[str, Meta(min_length=1)]

@@ -6,10 +6,10 @@ from typing import Annotated, Any
 
 from msgspec import Meta, Struct
 
+from pellucid.core import MAX_INT
 from pellucid.server.errors import bad_request
 from pellucid.server.protocol.chat import check_continuation, check_template_arguments
 from pellucid.server.protocol.chat_messages import Messages, Tool, template_messages, template_tools
-from pellucid.server.protocol.sampling_fields import MAX_INT
 
 
 class TokenizeRequest(Struct, kw_only=True, frozen=True):

@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from pellucid.server.errors import MAX_MESSAGE, ApiError
+from pellucid.server.generation.sampling import SamplingDefaults, sampling_params
 from pellucid.server.protocol.body import decode_body
 from pellucid.server.protocol.chat import ChatCompletionRequest
 from pellucid.server.protocol.completions import CompletionRequest
@@ -18,7 +19,6 @@ from pellucid.server.protocol.messages import MessageRequest
 from pellucid.server.protocol.responses import ResponseRequest
 from pellucid.server.protocol.sampling_fields import SamplingFields
 from pellucid.server.protocol.tokenize import DetokenizeRequest, TokenizeRequest
-from pellucid.server.sampling import SamplingDefaults, sampling_params
 
 REQUESTS = (
     ChatCompletionRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest, ResponseRequest, MessageRequest,

@@ -10,12 +10,12 @@ import msgspec
 import pytest
 
 from pellucid.core import SamplingParams
-from pellucid.server import messages, responses
+from pellucid.server.endpoints import messages, responses
 from pellucid.server.errors import MAX_MESSAGE, ApiError
+from pellucid.server.generation.sampling import SamplingDefaults
 from pellucid.server.protocol.body import decode_body
 from pellucid.server.protocol.messages import CountTokensRequest, MessageFields, MessageRequest
 from pellucid.server.protocol.responses import ResponseRequest
-from pellucid.server.sampling import SamplingDefaults
 
 ROUNDS = 2000
 ITEMS = ["message", "function_call", "function_call_output", "reasoning"]

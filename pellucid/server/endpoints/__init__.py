@@ -1,0 +1,1 @@
+"""One file an endpoint, and how its protocol writes what a generation gives."""

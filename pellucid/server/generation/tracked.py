@@ -1,0 +1,166 @@
+"""Starts generations: admission, deadline, accounting. The only door from HTTP to the engine client."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+import uuid
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, replace
+
+from pellucid.core import PellucidError, SamplingParams
+from pellucid.engine.client import EngineDeadError
+from pellucid.engine.generation import Generation
+from pellucid.engine.output import TextDelta
+from pellucid.engine.prompts import EncodedPrompt
+from pellucid.server.context import ServerContext
+from pellucid.server.errors import engine_dead, from_pellucid, overloaded, timed_out
+from pellucid.server.telemetry.record import RequestRecord, current_record
+
+
+class RequestTimedOutError(PellucidError):
+    """The request's deadline came before its end."""
+
+
+class ServerStoppingError(PellucidError):
+    """The time to drain is over."""
+
+
+@dataclass(slots=True)
+class Usage:
+    """Tokens of one HTTP request. A prompt counts once, whatever `n` is."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+    reasoning_tokens: int = 0
+
+    def openai(self) -> dict[str, object]:
+        """As OpenAI's chat and completions endpoints write it."""
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": self.prompt_tokens + self.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+            "completion_tokens_details": {"reasoning_tokens": self.reasoning_tokens},
+        }
+
+
+class TrackedGeneration:
+    """A generation under the rules of the server: its errors are `ApiError`s, it ends at the request's deadline."""
+
+    def __init__(self, context: ServerContext, generation: Generation, record: RequestRecord) -> None:
+        self.generation = generation
+        self.usage = Usage(prompt_tokens=len(generation.prompt_token_ids))
+        self._context, self._record = context, record
+        loop, self._timer = asyncio.get_running_loop(), None
+        if record.deadline < math.inf:
+            self._timer = loop.call_later(record.deadline - time.monotonic(), self._time_out)
+        self._ended = False
+
+    async def batches(self) -> AsyncIterator[list[TextDelta]]:
+        """As `Generation.batches`. Raises ApiError."""
+        try:
+            async for deltas in self.generation.batches():
+                self._count(deltas)
+                yield deltas
+            self._end(None)
+        except RequestTimedOutError:
+            self._end("request_timeout")
+            raise timed_out("the request took longer than --request-timeout or X-Request-Timeout allows") from None
+        except ServerStoppingError as error:
+            self._end("shutdown")
+            raise overloaded(str(error), RETRY_S) from None
+        except EngineDeadError as error:
+            self._end("dead")
+            raise engine_dead(str(error), RETRY_S) from None
+        except PellucidError as error:
+            self._end("error")
+            raise from_pellucid(error) from None
+
+    def close(self) -> None:
+        """Abort what still runs. Does nothing after the end."""
+        self._end("client_disconnected")
+
+    def _count(self, deltas: list[TextDelta]) -> None:
+        usage, record = self.usage, self._record
+        for delta in deltas:
+            usage.completion_tokens += len(delta.token_ids)
+            if delta.metrics is not None:
+                usage.cached_tokens = max(usage.cached_tokens, delta.metrics.cached_prompt_tokens)
+                record.cached_tokens = usage.cached_tokens
+                record.finish_reason = delta.finish_reason
+                if record.first_token_time is None:
+                    record.first_token_time = delta.metrics.first_token_time
+            record.output_tokens += len(delta.token_ids)
+
+    def _time_out(self) -> None:
+        # At once, and not when the error is sent: a client that reads nothing would keep it running.
+        if self.generation.fail(RequestTimedOutError("the request's time is over")):
+            self._end("request_timeout")
+
+    def _end(self, abort: str | None) -> None:
+        if self._ended:
+            return
+        self._ended = True
+        if self._timer is not None:
+            self._timer.cancel()
+        if abort is not None:
+            self._record.finish_reason = abort
+            self._context.accounting.abort(self.generation.request_id, abort)
+        self.generation.close()
+
+
+def begin_generation(
+    context: ServerContext,
+    prompt: EncodedPrompt,
+    params: SamplingParams,
+    *,
+    request_id: str,
+    cache_salt: str = "",
+    may_shorten: bool = False,
+) -> TrackedGeneration:
+    """Hand a prompt to the engine. `may_shorten`: `max_tokens` is a default, and gives way to a long prompt.
+
+    Raises:
+        ApiError: the engine takes nothing now (503), or can never serve this (400).
+    """
+    context.check_admission()
+    # A client's own id may come again while the answer to its first use is still on the way out.
+    request_id = f"{request_id}-{uuid.uuid4().hex[:12]}"
+    if may_shorten and params.max_tokens is not None:
+        room = context.engine.longest - len(prompt.token_ids)
+        params = replace(params, max_tokens=max(params.min_tokens, 1, min(params.max_tokens, room)))
+    try:
+        generation = context.engine.generate(prompt, params, request_id=request_id, cache_salt=cache_salt)
+    except EngineDeadError as error:
+        raise engine_dead(str(error), RETRY_S) from None
+    except PellucidError as error:
+        raise from_pellucid(error) from None
+    record = current_record()
+    record.prompt_tokens += len(prompt.token_ids)
+    context.accounting.begin(request_id, len(prompt.token_ids), params.n)
+    return TrackedGeneration(context, generation, record)
+
+
+RETRY_S = 10
+"""After the engine's death: a supervisor has started a new server by then, perhaps."""
+
+
+async def encode_off_loop(context: ServerContext, text: str | Sequence[int]) -> EncodedPrompt:
+    """Token ids of a prompt; a long text must stall no stream.
+
+    Raises:
+        ApiError: 400, naming the field.
+    """
+    try:
+        if isinstance(text, str) and len(text) < SHORT_TEXT:
+            return context.encoder.encode_prompt(text)
+        return await asyncio.to_thread(context.encoder.encode_prompt, text)
+    except PellucidError as error:
+        raise from_pellucid(error) from None
+
+
+SHORT_TEXT = 2000
+"""Characters that are encoded in less time than a thread takes to be told of them."""
