@@ -21,7 +21,7 @@ from typing import Any
 import zmq
 import zmq.asyncio
 
-from pellucid.core import PellucidError, Request, SamplingParams
+from pellucid.core import PellucidError, SamplingParams
 from pellucid.engine.generation import Generation
 from pellucid.engine.messages import (
     Abort,
@@ -146,15 +146,7 @@ class EngineClient:
         if self.failure is not None:
             raise self.failure
         assert self._limits is not None, "the engine is not ready"
-        request = Request(
-            request_id=request_id,
-            prompt_token_ids=prompt.token_ids,
-            params=params,
-            eos_token_ids=self._encoder.eos_token_ids,
-            cache_salt=cache_salt,
-            arrival_time=time.monotonic(),
-        )
-        self._encoder.check_params(params)
+        request = self._encoder.make_request(prompt, params, request_id, cache_salt)
         resolve_max_tokens(request, self._limits)
         members = self._outputs.add(request, prompt.text)
         generation = Generation(request, lambda: self._close(generation))

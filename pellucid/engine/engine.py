@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import itertools
-import time
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal
 
-from pellucid.core import Request, RequestOutput, SamplingParams
+from pellucid.core import RequestOutput, SamplingParams
 from pellucid.engine.grammars import Grammars
 from pellucid.engine.inputs import check_tokenizer, load_tokenizer
 from pellucid.engine.output import TextDelta
@@ -84,17 +83,8 @@ class Engine:
             InvalidRequestError: it can never be served as asked, or its id is in use; nothing is queued.
         """
         encoded = self.encode_prompt(prompt)
-        self._encoder.check_params(params)
         group_id = request_id or next(name for i in self._ids if (name := f"request-{i}") not in self._outputs)
-        request = Request(
-            request_id=group_id,
-            prompt_token_ids=encoded.token_ids,
-            params=params,
-            eos_token_ids=self._encoder.eos_token_ids,
-            cache_salt=cache_salt,
-            capture_hidden=capture_hidden,
-            arrival_time=time.monotonic(),
-        )
+        request = self._encoder.make_request(encoded, params, group_id, cache_salt, capture_hidden)
         members = self._outputs.add(request, encoded.text)
         try:
             # The samples differ in their seed alone: the first is refused, or none.

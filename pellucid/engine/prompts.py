@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import operator
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pellucid.core import InvalidRequestError, SamplingParams, check_token_id
+from pellucid.core import InvalidRequestError, Request, SamplingParams, check_token_id
 from pellucid.tokenizer.tokenizer import Tokenizer
 
 
@@ -61,11 +62,27 @@ class PromptEncoder:
             )
         return self.tokenizer.encode(text)
 
-    def check_params(self, params: SamplingParams) -> None:
-        """Raises InvalidRequestError for parameters that this model can't serve."""
+    def make_request(
+        self,
+        prompt: EncodedPrompt,
+        params: SamplingParams,
+        request_id: str,
+        cache_salt: str = "",
+        capture_hidden: bool = False,
+    ) -> Request:
+        """A request that arrives now. Raises InvalidRequestError for parameters that this model can't serve."""
         params.check_vocabulary(self.vocab_size)
         if params.stop and self.tokenizer is None:
             raise InvalidRequestError("stop strings need a tokenizer; this model came without one", "stop")
+        return Request(
+            request_id=request_id,
+            prompt_token_ids=prompt.token_ids,
+            params=params,
+            eos_token_ids=self.eos_token_ids,
+            cache_salt=cache_salt,
+            capture_hidden=capture_hidden,
+            arrival_time=time.monotonic(),
+        )
 
 
 def _checked_ids(prompt: Sequence[int]) -> tuple[int, ...]:

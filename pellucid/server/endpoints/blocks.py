@@ -5,14 +5,13 @@ Responses calls them output items, messages content blocks. Streamed or whole, a
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import NamedTuple
 
 from pellucid.core import TokenLogprobs
 from pellucid.server.errors import internal
-from pellucid.server.generation.chat import ChatGeneration
 from pellucid.server.generation.chat_values import ChatEvent
 from pellucid.server.parsers.message import ToolCallDelta
 
@@ -144,18 +143,3 @@ class BlockReader:
         if block.kind is not BlockKind.CALL:
             block.complete = not cut
         yield BlockChange(Change.CLOSED, block)
-
-
-async def read_all(generation: ChatGeneration, read: Callable[[ChatEvent], object]) -> None:
-    """Give `read` every event of an answer. Raises ApiError."""
-    async for events in generation.batches():
-        for event in events:
-            read(event)
-
-
-async def write_all(generation: ChatGeneration, write: Callable[[list[ChatEvent]], bytes]) -> AsyncIterator[bytes]:
-    """What `write` makes of each batch of events, where that is something. Raises ApiError."""
-    async for events in generation.batches():
-        blob = write(events)
-        if blob:
-            yield blob

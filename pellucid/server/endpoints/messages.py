@@ -10,7 +10,7 @@ from starlette.types import ASGIApp
 
 from pellucid.core import PellucidError, SamplingParams, StructuredOutputs
 from pellucid.server.context import ServerContext, context_of
-from pellucid.server.endpoints.blocks import read_all, write_all
+from pellucid.server.endpoints.block_answers import answer
 from pellucid.server.endpoints.message_draft import MessageDraft
 from pellucid.server.endpoints.message_events import MessageWriter
 from pellucid.server.endpoints.renaming import in_words_of
@@ -20,7 +20,6 @@ from pellucid.server.generation.chat_values import ChatInput
 from pellucid.server.generation.sampling import SamplingDefaults, json_schema_text, make_sampling_params
 from pellucid.server.http.reading import read_request
 from pellucid.server.http.responding import JSONResponse
-from pellucid.server.http.sse import EventStreamResponse, until_disconnected
 from pellucid.server.protocol.messages import CountTokensRequest, MessageFields, MessageRequest
 from pellucid.server.protocol.messages_response import TokenCount
 from pellucid.server.telemetry.record import current_record
@@ -47,19 +46,7 @@ async def create_message(request: Request) -> ASGIApp:
     except ApiError as error:
         raise in_words_of(error, NAMES) from None
     draft = MessageDraft(message_id, context.model_name, generation.usage)
-    if body.stream:
-        writer = MessageWriter(draft)
-        return EventStreamResponse(
-            write_all(generation, writer.write),
-            close=generation.close,
-            keep_alive_s=context.args.sse_keep_alive_interval,
-            on_error=writer.failure,
-        )
-    try:
-        await until_disconnected(request.receive, read_all(generation, draft.read))
-    finally:
-        generation.close()
-    return JSONResponse(draft.finished())
+    return await answer(request, context, generation, draft, MessageWriter(draft) if body.stream else None)
 
 
 async def count_tokens(request: Request) -> ASGIApp:

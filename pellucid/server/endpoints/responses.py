@@ -11,7 +11,7 @@ from starlette.types import ASGIApp
 
 from pellucid.core import SamplingParams, StructuredOutputs, TokenLogprobs
 from pellucid.server.context import ServerContext, context_of
-from pellucid.server.endpoints.blocks import read_all, write_all
+from pellucid.server.endpoints.block_answers import answer
 from pellucid.server.endpoints.logprobs import chat_logprobs
 from pellucid.server.endpoints.renaming import in_words_of
 from pellucid.server.endpoints.response_draft import ResponseDraft
@@ -21,8 +21,6 @@ from pellucid.server.generation.chat import start_chat
 from pellucid.server.generation.chat_values import ChatInput
 from pellucid.server.generation.sampling import SamplingDefaults, json_schema_text, make_sampling_params
 from pellucid.server.http.reading import read_request
-from pellucid.server.http.responding import JSONResponse
-from pellucid.server.http.sse import EventStreamResponse, until_disconnected
 from pellucid.server.protocol.chat_response import ChatLogprob
 from pellucid.server.protocol.response_format import JsonObjectFormat, TextFormat
 from pellucid.server.protocol.responses import ResponseRequest, TextConfig
@@ -52,19 +50,7 @@ async def create_response(request: Request) -> ASGIApp:
         raise in_words_of(error, NAMES) from None
     opening = opening_response(body, chat.params, response_id, context.model_name, context.now())
     draft = ResponseDraft(opening, generation.usage, _speller(context), context.now)
-    if body.stream:
-        writer = ResponseWriter(draft)
-        return EventStreamResponse(
-            write_all(generation, writer.write),
-            close=generation.close,
-            keep_alive_s=context.args.sse_keep_alive_interval,
-            on_error=writer.failure,
-        )
-    try:
-        await until_disconnected(request.receive, read_all(generation, draft.read))
-    finally:
-        generation.close()
-    return JSONResponse(draft.finished())
+    return await answer(request, context, generation, draft, ResponseWriter(draft) if body.stream else None)
 
 
 async def stored_response(request: Request) -> ASGIApp:
@@ -92,6 +78,7 @@ def chat_input(body: ResponseRequest, defaults: SamplingDefaults, vocab_size: in
         parallel_tool_calls=body.parallel_tool_calls is not False,
         template_arguments=body.template_arguments(),
         cache_salt=body.cache_salt or "",
+        default_max_tokens=body.max_output_tokens is None,
     )
 
 

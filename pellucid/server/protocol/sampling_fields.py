@@ -49,7 +49,28 @@ class StreamOptions(Struct, frozen=True):
     continuous_usage_stats: bool | None = None
 
 
-class SamplingFields(Struct, kw_only=True, frozen=True):
+class CommonFields(Struct, kw_only=True, frozen=True):
+    """What every generating endpoint takes, whatever its protocol."""
+
+    model: str | None = None
+    temperature: Annotated[float, Meta(ge=0, le=100)] | None = None
+    top_p: Annotated[float, Meta(ge=1e-6, le=1)] | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=MAX_INT)] | None = None
+    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Meta(gt=0, le=100)] | None = None
+    presence_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
+    seed: Annotated[int, Meta(ge=-MAX_INT - 1, le=MAX_INT)] | None = None
+    logit_bias: LogitBias | None = None
+    stop_token_ids: list[Count] | None = None
+    min_tokens: Count | None = None
+    ignore_eos: bool | None = None
+    cache_salt: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
+    request_id: RequestId | None = None
+    stream: bool | None = None
+
+
+class SamplingFields(CommonFields, kw_only=True, frozen=True):
     """The shared fields, with vLLM's names; `regex`, `ebnf`, `json_schema` and `no_stop_trim` are SGLang's.
 
     `user`, `metadata`, `store`, `service_tier`, `prompt_cache_key` and `safety_identifier` are accepted and have no
@@ -62,27 +83,14 @@ class SamplingFields(Struct, kw_only=True, frozen=True):
     REFUSED: ClassVar[Mapping[str, str]] = REMOVED_FIELDS
     DEFAULT_MAX_TOKENS: ClassVar[int | None] = None
 
-    model: str | None = None
     max_tokens: Count | None = None
     n: Annotated[int, Meta(ge=1, le=128)] | None = None
-    seed: Annotated[int, Meta(ge=-MAX_INT - 1, le=MAX_INT)] | None = None
-    temperature: Annotated[float, Meta(ge=0, le=100)] | None = None
-    top_p: Annotated[float, Meta(ge=1e-6, le=1)] | None = None
-    top_k: Annotated[int, Meta(ge=-1, le=MAX_INT)] | None = None
-    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
-    repetition_penalty: Annotated[float, Meta(gt=0, le=100)] | None = None
-    presence_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
-    frequency_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
-    logit_bias: LogitBias | None = None
     allowed_token_ids: Annotated[list[Count], Meta(min_length=1)] | None = None
     prompt_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
 
     stop: StopString | StopStrings | None = None
-    stop_token_ids: list[Count] | None = None
     include_stop_str_in_output: bool | None = None
     no_stop_trim: bool | None = None
-    min_tokens: Count | None = None
-    ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
 
     response_format: ResponseFormat | None = None
@@ -91,11 +99,8 @@ class SamplingFields(Struct, kw_only=True, frozen=True):
     ebnf: str | None = None
     json_schema: str | dict[str, Any] | bool | None = None
 
-    stream: bool | None = None
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
-    cache_salt: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
-    request_id: RequestId | None = None
 
     user: str | None = None
     metadata: dict[str, Any] | None = None
