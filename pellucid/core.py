@@ -36,6 +36,10 @@ class InvalidRequestError(PellucidError):
         self.param = param
 
 
+class ContextLengthError(InvalidRequestError):
+    """Prompt and output together are longer than the model's context, or than the KV pool."""
+
+
 class UnsupportedModelError(PellucidError):
     """The model needs a trait that this version does not have. `trait` names it."""
 

@@ -53,5 +53,7 @@ def _settings(field: Any) -> dict[str, Any]:
         **settings,
         "type": click.Choice(choices) if choices else kind,
         "multiple": field.metadata.get("repeated", False),
+        "show_default": field.default not in (None, ()),
+        "show_envvar": True,
         "envvar": field.metadata.get("variable"),
     }

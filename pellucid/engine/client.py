@@ -9,6 +9,7 @@ import asyncio
 import itertools
 import logging
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -295,8 +296,12 @@ class EngineClient:
         code = await self._process.wait()
         # Its last words may still be in the socket.
         await asyncio.sleep(0.1)
-        how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
-        self._fail(f"the engine process {how}; the lines above it in the log say why", EngineDeadError.exit_code)
+        if code < 0:
+            memory = " (out of memory, if the kernel's log says so)" if -code == signal.SIGKILL else ""
+            how = f"was killed by signal {-code}{memory}"
+        else:
+            how = f"ended with exit code {code}; the log says why"
+        self._fail(f"the engine process {how}", EngineDeadError.exit_code)
 
     def _fail(self, message: str, exit_code: int) -> None:
         if self.failure is None:

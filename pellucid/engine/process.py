@@ -308,7 +308,8 @@ def warm_up(worker: Worker) -> None:
     """
     params = SamplingParams(max_tokens=3, ignore_eos=True, temperature=0)
     try:
-        worker.add_request(Request("warm-up", (0,) * WARMUP_TOKENS, params))
+        # `capture_hidden` keeps it out of the prefix cache's statistics, which are about requests of people.
+        worker.add_request(Request("warm-up", (0,) * WARMUP_TOKENS, params, capture_hidden=True))
         while worker.has_unfinished():
             for output in worker.step():
                 if output.failure is not None:

@@ -40,12 +40,16 @@ class DebugModes:
 
 @dataclass(frozen=True, slots=True)
 class ModelFiles:
-    """A checkpoint whose headers are read and whose traits are supported. `notes` are for people."""
+    """A checkpoint whose headers are read and whose traits are supported.
+
+    `notes` are for people; `conflicts` are those of them in which the files contradict each other.
+    """
 
     path: Path
     checkpoint: Checkpoint
     traits: ModelTraits
     notes: tuple[str, ...]
+    conflicts: tuple[str, ...]
 
 
 def open_model(name: str) -> ModelFiles:
@@ -60,9 +64,8 @@ def open_model(name: str) -> ModelFiles:
     report = checkpoint.report()
     report.require_supported()
     checkpoint.require_weights()
-    for conflict in report.conflicts:
-        logger.warning("%s: %s", path.name, conflict)
-    return ModelFiles(path, checkpoint, report.traits, (*report.notes, *report.conflicts))
+    notes = (*report.notes, *report.conflicts)
+    return ModelFiles(path, checkpoint, report.traits, notes, tuple(report.conflicts))
 
 
 def make_plan(args: EngineArgs, files: ModelFiles, hardware: Hardware | None = None) -> ExecutionPlan:
@@ -70,8 +73,6 @@ def make_plan(args: EngineArgs, files: ModelFiles, hardware: Hardware | None = N
     stored = stored_bytes(files.checkpoint.tensors, files.traits.num_layers)
     plan = resolve(args, files.traits, hardware or probe(), stored_bytes=stored)
     plan.check_startable()
-    for reason in slow_path_reasons(plan):
-        logger.warning("%s", reason)
     return plan
 
 
@@ -84,7 +85,7 @@ def load_worker(
     debug: DebugModes | None = None,
     compile_constraint: Callable[[StructuredOutputs], Constraint] | None = None,
 ) -> Worker:
-    """Read the weights and make the step loop's worker.
+    """Read the weights and make the step loop's worker. What could be better about model or plan is warned of here.
 
     Raises:
         PellucidError: layers to capture that the model lacks, or tensors that do not make the model.
@@ -94,6 +95,10 @@ def load_worker(
             raise InvalidRequestError(
                 f"layer {layer} to capture is outside [0, {files.traits.num_layers})", "capture_layers"
             )
+    for conflict in files.conflicts:
+        logger.warning("%s: %s", files.path.name, conflict)
+    for reason in slow_path_reasons(plan):
+        logger.warning("%s", reason)
     runner = ModelRunner(files.traits, files.checkpoint.tensors, plan, capture_layers, on_progress)
     return Worker(Scheduler(scheduler_config(plan, debug)), runner, compile_constraint)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import os
 import re
 import shutil
 import subprocess
@@ -98,12 +99,14 @@ def _download(name: str, files: tuple[str, ...]) -> Path:
     except ImportError:
         raise PellucidError(f"{name} is not here, and hub names need huggingface_hub: pip install it") from None
     try:
-        return Path(snapshot_download(name, allow_patterns=list(files)))
+        # Where the user has named a folder, all that is downloaded lies in it; else where other programs look too.
+        folder = cache_dir("hub") if "PELLUCID_CACHE" in os.environ else None
+        return Path(snapshot_download(name, allow_patterns=list(files), cache_dir=folder))
     except RepositoryNotFoundError:
         raise PellucidError(
             f"{name} is neither a local path nor a hub model you can read; try `hf auth login`"
         ) from None
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
         # ValueError: a name that the hub does not allow.
-        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        first = (str(error).strip().splitlines() or [type(error).__name__])[0].removeprefix("Got: ")
         raise PellucidError(f"{name} is not a local path, and downloading it failed: {first}") from None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pellucid.core import InvalidRequestError, Request
+from pellucid.core import ContextLengthError, InvalidRequestError, Request
 from pellucid.scheduler.config import SchedulerConfig
 
 
@@ -30,17 +30,21 @@ def resolve_max_tokens(request: Request, config: SchedulerConfig) -> int:
     else:
         asked, named, param = 1, "one generated token", "prompt_token_ids"
     if asked > room:
-        raise InvalidRequestError(
-            f"the prompt of {prompt} tokens and {named} make {prompt + asked} tokens, above {_tightest_limit(config)}",
+        raise ContextLengthError(
+            f"the prompt of {prompt} tokens and {named} make {prompt + asked} tokens; {_tightest_limit(config)}",
             param if room >= 0 else "prompt_token_ids",
         )
     return room if params.max_tokens is None else params.max_tokens
 
 
 def _tightest_limit(config: SchedulerConfig) -> str:
+    # The words that clients look for, to shorten a conversation by themselves.
     if config.max_model_len <= config.pool_tokens:
-        limit, remedy = f"max_model_len {config.max_model_len}", "a larger --max-model-len"
+        limit, flags = f"{config.max_model_len} tokens (max_model_len)", "--max-model-len"
     else:
-        limit = f"the KV pool of {config.pool_tokens} tokens ({config.num_pages} pages of {config.page_size})"
-        remedy = "a larger pool (--gpu-memory-utilization)"
-    return f"{limit}; shorten the prompt, ask for fewer tokens, or start the server with {remedy}"
+        limit = f"{config.pool_tokens} tokens (the KV pool: {config.num_pages} pages of {config.page_size})"
+        flags = "--num-kv-pages or --gpu-memory-utilization"
+    return (
+        f"this model's maximum context length is {limit}; shorten the prompt, ask for fewer tokens, or start with a "
+        f"larger {flags}"
+    )

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from pellucid.core import PlanError
 from pellucid.hardware.facts import Hardware, format_bytes
-from pellucid.selection.args import EngineArgs
+from pellucid.selection.args import EngineArgs, flag_name
 from pellucid.selection.plan import Decision, MemoryBill
 from pellucid.traits.misfit import Misfit
 from pellucid.traits.model import ModelTraits
@@ -16,6 +16,9 @@ SEQUENCES = {"cuda": 256, "cpu": 16}
 STEP_TOKENS = {"cuda": 8192, "cpu": 2048}
 SHORTEST_CONTEXT = 4096
 """A number of ranks counts as enough when one sequence of this length, or of the model's, still fits."""
+
+_FLAGS = {"kv.pages": "--num-kv-pages"}
+"""Decisions whose flag has another name."""
 
 Bill = Callable[[int], MemoryBill]
 """The bill for a number of ranks."""
@@ -70,7 +73,7 @@ def decide_step(args: EngineArgs, device: str, chunked: bool, max_position: int)
 
 def _limit(name: str, asked: int | None, value: int, because: str) -> Decision:
     if asked is not None:
-        return Decision(name, None, value, "asked", (f"--{name.replace('_', '-')}",))
+        return Decision(name, None, value, "asked", (_FLAGS.get(name, flag_name(name)),))
     return Decision(name, None, value, "default", (because,))
 
 

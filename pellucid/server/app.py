@@ -49,7 +49,7 @@ def create_app(context: ServerContext) -> ASGIApp:
     """The whole application; `context` stays the same for its life."""
 
     async def openapi(request: Request) -> JSONResponse:
-        return JSONResponse(openapi_document(__version__, (context.model_name,), bool(context.keys)))
+        return JSONResponse(openapi_document(__version__, (context.model_name,), bool(context.keys.current())))
 
     routes = [
         *ROUTES,

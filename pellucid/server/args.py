@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
-from pathlib import Path
 from typing import Any
 
 from pellucid.core import PlanError
@@ -35,7 +34,7 @@ class ServeArgs:
         repeated=True,
         variable="PELLUCID_API_KEY",
     )
-    api_key_file: str | None = _flag(None, str, "File with one key a line.")
+    api_key_file: str | None = _flag(None, str, "File with one key a line, read again when it changes.")
     max_num_queued_reqs: int = _flag(1024, int, "Requests that may wait beyond --max-num-seqs; more get 503.")
     max_body_mb: float = _flag(32.0, float, "Largest request body, in MB.")
     max_header_kb: float = _flag(64.0, float, "Largest request head, in KB.")
@@ -73,21 +72,3 @@ class ServeArgs:
             choices, value = item.metadata["choices"], getattr(self, item.name)
             if choices and value not in choices:
                 raise PlanError(f"{flag_name(item.name)} must be one of {', '.join(choices)}, got {value!r}")
-
-    def keys(self) -> tuple[str, ...]:
-        """All API keys, those of the file included; none means that no key is asked for.
-
-        Raises:
-            PlanError: the file can't be read or holds no key: a server meant to be locked must not start open.
-        """
-        keys = [key for key in self.api_key if key]
-        if self.api_key_file is not None:
-            try:
-                lines = Path(self.api_key_file).read_text().splitlines()
-            except (OSError, UnicodeDecodeError) as error:
-                raise PlanError(f"--api-key-file {self.api_key_file} can't be read: {error}") from None
-            found = [line.strip() for line in lines if line.strip()]
-            if not found:
-                raise PlanError(f"--api-key-file {self.api_key_file} holds no key; put one on a line")
-            keys += found
-        return tuple(keys)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 import uuid
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from starlette.requests import Request
@@ -17,16 +19,22 @@ from pellucid.selection.args import EngineArgs
 from pellucid.server.args import ServeArgs
 from pellucid.server.errors import ApiError, engine_dead, from_pellucid, not_found, overloaded, quote
 from pellucid.server.generation.sampling import SamplingDefaults
+from pellucid.server.http.keys import KeyRing
 from pellucid.server.parsers.choice import Detected
 from pellucid.server.telemetry.accounting import Accounting
 from pellucid.server.telemetry.metrics import ServerMetrics
+from pellucid.server.telemetry.record import current_record
 from pellucid.server.telemetry.tracing import Tracing
 from pellucid.tokenizer.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+MAX_WARNED_FIELDS = 1000
+"""Unknown names after these are no longer logged: a client must not fill the memory with made-up ones."""
 
 LOADING_RETRY_S = 5
 DRAINING_RETRY_S = 10
 BUSY_RETRY_S = 1
-DEAD_RETRY_S = 10
 
 
 @dataclass(slots=True)
@@ -55,7 +63,7 @@ class ServerContext:
     accounting: Accounting
     tracing: Tracing | None
     grammars: Grammars
-    keys: tuple[str, ...]
+    keys: KeyRing
     model_name: str
     model_root: str
     trained_max_len: int
@@ -74,9 +82,18 @@ class ServerContext:
 
     @property
     def max_model_len(self) -> int:
-        """The longest sequence in tokens: the engine's, or while it loads what the model allows."""
-        plan = self.engine.plan
-        return self.trained_max_len if plan is None else plan.max_model_len
+        """The longest sequence that is served, in tokens; while the engine loads, the longest that the model allows."""
+        return self.trained_max_len if self.engine.plan is None else self.engine.longest
+
+    def tell_ignored(self, names: Sequence[str], why: str) -> None:
+        """Name what a request has to no effect: in its answer's header, and each name once in the log."""
+        headers = current_record().response_headers
+        headers["X-Ignored-Fields"] = ", ".join(filter(None, (headers.get("X-Ignored-Fields"), *names)))
+        warned = self.lifecycle.ignored_fields
+        fresh = [name for name in names if name not in warned]
+        if fresh and len(warned) < MAX_WARNED_FIELDS:
+            warned.update(fresh)
+            logger.warning("ignored in requests: %s: %s", ", ".join(fresh), why)
 
     async def check_structured(self, outputs: StructuredOutputs | None) -> None:
         """Raises ApiError 400 for a constraint that can't be compiled: the engine must never see it."""
@@ -106,16 +123,18 @@ class ServerContext:
     def _refusal(self) -> tuple[str, ApiError] | None:
         engine = self.engine
         if engine.state is EngineState.DEAD:
-            return "dead", engine_dead(str(engine.failure), DEAD_RETRY_S)
+            return "dead", engine_dead()
         if self.lifecycle.draining:
-            return "draining", overloaded("the server is shutting down; send this to another", DRAINING_RETRY_S)
+            message = "the server is shutting down; send this to another"
+            return "draining", overloaded(message, DRAINING_RETRY_S, "draining")
         if engine.state is EngineState.LOADING:
             phase = engine.progress.phase
-            return "loading", overloaded(f"the model is not ready yet ({phase}); see /health/ready", LOADING_RETRY_S)
+            message = f"the model is not ready yet ({phase}); see /health/ready"
+            return "loading", overloaded(message, LOADING_RETRY_S, "loading")
         silence = engine.silence_s()
         if silence > self.args.health_timeout:
             message = f"the engine has not answered for {silence:.0f} s; see /health/ready"
-            return "unresponsive", overloaded(message, BUSY_RETRY_S)
+            return "unresponsive", overloaded(message, BUSY_RETRY_S, "unresponsive")
         assert engine.plan is not None
         limit = engine.plan.max_num_seqs + self.args.max_num_queued_reqs
         if engine.running >= limit:

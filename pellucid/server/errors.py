@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from pellucid.core import InvalidRequestError, PellucidError
+from pellucid.core import ContextLengthError, InvalidRequestError, PellucidError
 
 MAX_ECHO = 200
 """Most characters of a request's own text that a message repeats."""
@@ -96,8 +96,11 @@ def method_not_allowed(method: str, allowed: tuple[str, ...]) -> ApiError:
 
 
 def timed_out(message: str) -> ApiError:
-    """408: the request's own time is over, in the queue or in the engine. SDKs send it again."""
-    return ApiError(408, message, type="timeout_error", code="timeout")
+    """408: the request's own time is over, in the queue or in the engine.
+
+    SDKs would send it again, and what was too slow once costs the same again: the header tells them not to.
+    """
+    return ApiError(408, message, type="timeout_error", code="timeout", headers={"x-should-retry": "false"})
 
 
 def too_large(limit_bytes: int) -> ApiError:
@@ -117,13 +120,14 @@ def not_implemented(message: str) -> ApiError:
     return ApiError(501, message, type="invalid_request_error", code="not_implemented")
 
 
-def overloaded(message: str, retry_after_s: float) -> ApiError:
+def overloaded(message: str, retry_after_s: float, code: str = "overloaded") -> ApiError:
     """503 while loading, draining or with a full queue: the same request will work after `retry_after_s`."""
-    return ApiError(503, message, type="server_error", code="overloaded", headers=_retry_after(retry_after_s))
+    return ApiError(503, message, type="server_error", code=code, headers=_retry_after(retry_after_s))
 
 
-def engine_dead(message: str, retry_after_s: float = 30) -> ApiError:
-    """503: the engine process is gone; a supervisor restarts the server. Local paths in `message` are cut."""
+def engine_dead(retry_after_s: float = 10) -> ApiError:
+    """503: the engine process is gone, and the server goes with it; a supervisor starts another. The log says why."""
+    message = "the engine has ended, and this server ends with it; try again in a moment"
     headers = _retry_after(retry_after_s)
     return ApiError(503, hide_paths(message), type="server_error", code="engine_dead", headers=headers)
 
@@ -136,6 +140,8 @@ def internal(message: str = "internal error; the server's log has the details un
 def from_pellucid(error: PellucidError) -> ApiError:
     """A refusal of a lower layer: 400 with its `param` if the request is at fault, else 500. Local paths are cut."""
     message = hide_paths(str(error))
+    if isinstance(error, ContextLengthError):
+        return bad_request(message, error.param, "context_length_exceeded")
     if isinstance(error, InvalidRequestError):
         return bad_request(message, error.param)
     return internal(message)

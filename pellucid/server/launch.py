@@ -21,14 +21,16 @@ from pellucid.engine.client import ENGINE_COMMAND, EngineClient, EngineDeadError
 from pellucid.engine.grammars import Grammars
 from pellucid.engine.inputs import load_tokenizer
 from pellucid.engine.prompts import PromptEncoder
-from pellucid.engine.startup import ModelFiles, open_model
+from pellucid.engine.startup import ModelFiles, make_plan, open_model
 from pellucid.selection.args import EngineArgs
+from pellucid.selection.plan import ExecutionPlan
 from pellucid.server.app import create_app
 from pellucid.server.args import ServeArgs
 from pellucid.server.context import ServerContext
 from pellucid.server.generation.sampling import SamplingDefaults
 from pellucid.server.generation.tracked import ServerStoppingError
 from pellucid.server.http.connection import limited_protocol
+from pellucid.server.http.keys import KeyRing
 from pellucid.server.parsers.choice import detect_parsers, override
 from pellucid.server.telemetry.accounting import Accounting
 from pellucid.server.telemetry.logs import LogHandler, configure_logging
@@ -60,16 +62,36 @@ def serve(engine_args: EngineArgs, args: ServeArgs, engine_command: Sequence[str
     listener = _listen(args.host, args.port)
     log = configure_logging(args.log_format, args.log_level, sys.stderr)
     try:
-        keys = args.keys()
-        if not keys and args.host not in LOOPBACK:
+        context, _, _ = prepare(engine_args, args, engine_command)
+        if not context.keys.current() and args.host not in LOOPBACK:
             logger.warning("no API key is set and %s may be reached from elsewhere; see --api-key-file", args.host)
-        files = open_model(engine_args.model)
-        context = _make_context(replace(engine_args, model=str(files.path)), engine_args.model, args, keys, files,
-                                engine_command)  # fmt: skip
         uvloop.run(_Server(context, listener, log).run())
+    except PellucidError as error:
+        if args.log_format == "text":
+            raise
+        # Whoever collects JSON lines gets the last one as JSON too.
+        logger.error("%s", error)
+        sys.exit(error.exit_code)
     finally:
         listener.close()
         log.close()
+
+
+def prepare(
+    engine_args: EngineArgs, args: ServeArgs, engine_command: Sequence[str] = ENGINE_COMMAND
+) -> tuple[ServerContext, ModelFiles, ExecutionPlan]:
+    """Everything that can be made, and so refused, before a process is started or a weight is read.
+
+    The plan is made here to refuse early, and once more by the engine process, which runs on its own.
+
+    Raises:
+        PellucidError: a flag, the model, or what they come to together.
+    """
+    keys = KeyRing(args.api_key, args.api_key_file)
+    files = open_model(engine_args.model)
+    here = replace(engine_args, model=str(files.path))
+    context = _make_context(here, engine_args.model, args, keys, files, engine_command)
+    return context, files, make_plan(here, files)
 
 
 def _listen(host: str, port: int) -> socket.socket:
@@ -91,7 +113,7 @@ def _make_context(
     engine_args: EngineArgs,
     asked_model: str,
     args: ServeArgs,
-    keys: tuple[str, ...],
+    keys: KeyRing,
     files: ModelFiles,
     engine_command: Sequence[str],
 ) -> ServerContext:
@@ -141,7 +163,7 @@ class _Server:
         self._stopping = asyncio.Event()
         engine, metrics = context.engine, context.metrics
         metrics.watch(
-            engine_up=lambda: engine.state is EngineState.READY,
+            engine_up=lambda: engine.state is EngineState.READY and not self._is_silent(),
             step_age_s=engine.silence_s,
             log_lines_dropped=lambda: log.dropped,
             tasks=lambda: len(asyncio.all_tasks()),
@@ -153,6 +175,8 @@ class _Server:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_stop_signal)
+        # Its default would end the server; keys are read again without it, and there is nothing else to reload.
+        loop.add_signal_handler(signal.SIGHUP, logger.info, "SIGHUP: keys are read again by themselves; nothing to do")
         context, engine = self._context, self._context.engine
         await engine.start(context.engine_args)
         server = self._make_uvicorn()
@@ -160,12 +184,14 @@ class _Server:
             asyncio.create_task(server.serve(sockets=[self._listener])),
             asyncio.create_task(self._announce()),
             asyncio.create_task(self._notifier.keep_watchdog()),
+            asyncio.create_task(self._watch_silence()),
         ]
         try:
             await self._wait_for_end(tasks[0])
             if engine.failure is None:
                 await self._drain(server)
             else:
+                logger.error("%s; %d requests are told and the server ends", engine.failure, engine.running)
                 await asyncio.sleep(LAST_WORDS_S)
         finally:
             server.should_exit = True
@@ -231,13 +257,33 @@ class _Server:
         assert engine.plan is not None
         plan = engine.plan
         context.metrics.set_plan(plan.to_json())
-        kernels = {d.op: d.value for d in reversed(plan.decisions) if d.op.partition(".")[0] in KERNEL_FAMILIES}
-        chosen = ", ".join(f"{op}={value}" for op, value in reversed(kernels.items()))
-        logger.info("plan: %s; all of it, with reasons, at /plan", chosen)
-        logger.info("parsers: %s", context.parsers.because)
+        for line in _startup_lines(context, plan):
+            logger.info("%s", line)
         text = f"{context.model_name} ready on http://{host}:{port} after {engine.load_s:.1f} s"
         logger.info("%s", text)
         self._notifier.ready(text)
+
+    def _is_silent(self) -> bool:
+        return self._context.engine.silence_s() > self._context.args.health_timeout
+
+    async def _watch_silence(self) -> None:
+        """Into the log when the engine stops answering, and when it answers again."""
+        engine, silent_since = self._context.engine, None
+        while True:
+            await asyncio.sleep(min(1.0, self._context.args.health_timeout / 2))
+            if engine.state is not EngineState.READY:
+                continue
+            if silent_since is None and self._is_silent():
+                silent_since = engine.last_heard
+                logger.warning(
+                    "the engine has not answered for %.1f s, in step %d with %d requests in flight; new ones get 503",
+                    engine.silence_s(),
+                    engine.last_step + 1,
+                    engine.running,
+                )
+            elif silent_since is not None and not self._is_silent():
+                logger.warning("the engine answers again, after %.1f s", engine.last_heard - silent_since)
+                silent_since = None
 
     async def _drain(self, server: _Uvicorn) -> None:
         """No new requests; the running ones get their time; a second signal takes it from them."""
@@ -266,6 +312,27 @@ class _Server:
         return True
 
 
-KERNEL_FAMILIES = ("attention", "linear", "moe")
+def _startup_lines(context: ServerContext, plan: ExecutionPlan) -> Iterator[str]:
+    """What runs, how much fits and who may ask: what one looks for in a log afterwards."""
+
+    def told(op: str) -> str:
+        decision = plan.decision(op)
+        return f"{op}={decision.value} ({decision.how})"
+
+    yield f"model: {context.model_root}, {told('device')}, {told('dtype')}, {told('kv.dtype')}"
+    tokens = plan.num_kv_pages * plan.page_size
+    pool = f"{tokens} tokens of KV in {plan.num_kv_pages} pages"
+    yield f"capacity: {told('max_model_len')}, {pool}, {told('max_num_seqs')}"
+    kernels = {d.op: f"{d.op}={d.value} ({d.how})" for d in reversed(plan.decisions) if _is_kernel(d.op)}
+    yield f"kernels: {', '.join(reversed(kernels.values()))}; reasons at /plan, or: pellucid explain"
+    yield f"parsers: {context.parsers.because}"
+    defaults = ", ".join(f"{name}={value}" for name, value in context.defaults.given().items()) or "none of the model's"
+    keys = len(context.keys.current())
+    yield f"sampling defaults: {defaults}; API keys: {keys or 'none, everybody may ask'}"
+
+
+def _is_kernel(op: str) -> bool:
+    return op.partition(".")[0] in ("attention", "linear", "moe")
+
 
 __all__ = ["EngineDeadError", "serve"]

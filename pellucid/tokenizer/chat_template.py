@@ -99,6 +99,17 @@ class ChatTemplate:
         return _PROBE in rendered and _MORE_PROBE in rendered and "'type'" not in rendered and '"type"' not in rendered
 
     @cached_property
+    def shows_tools(self) -> bool:
+        """Do the tools of a request come out in its prompt?"""
+        function = {"name": _PROBE, "description": "", "parameters": {"type": "object", "properties": {}}}
+        try:
+            messages = [{"role": "user", "content": "u"}]
+            rendered = self._render(messages, [{"type": "function", "function": function}], True, {})
+        except _failures():
+            return False
+        return _PROBE in rendered
+
+    @cached_property
     def _knows_developers(self) -> bool:
         """Does a developer's message come out at all? Most templates know system messages only."""
         return _PROBE in self._try([{"role": "developer", "content": _PROBE}, {"role": "user", "content": "u"}])

@@ -180,6 +180,11 @@ class Tokenizer:
         return text, self._encode(self._shield.backend if MARK in text else self._backend, text)
 
     @property
+    def shows_tools(self) -> bool:
+        """Does the chat template write the tools of a request into its prompt?"""
+        return self._template.shows_tools
+
+    @property
     def added_tokens(self) -> frozenset[str]:
         """Spellings of the tokens beside the vocabulary proper: control tokens, and markers of calls and reasoning."""
         return frozenset(self._added.values())

@@ -134,7 +134,7 @@ def test_a_turn_that_is_too_long_does_not_end_the_conversation(model: Path, shel
     words = ("chat", model, "--max-model-len", 64, "--temperature", 0, "--max-tokens", 4, "--ignore-eos", *QUICK)
     code, out, err = shell.run(*words, stdin="dog " * 80 + "\nthe dog\n")
     assert code == 0
-    assert "max_model_len 64" in one_line(err)
+    assert "64 tokens (max_model_len)" in one_line(err)
     assert out.count("\n") >= 1
 
 

@@ -60,7 +60,7 @@ def test_anthropics_envelope_names_the_kind_and_the_field() -> None:
 
 def test_headers_tell_when_to_come_back_and_what_is_allowed() -> None:
     assert EVERY_ERROR[503].headers == {"Retry-After": "3"}
-    assert errors.engine_dead("gone", 0).headers == {"Retry-After": "1"}
+    assert errors.engine_dead(0).headers == {"Retry-After": "1"}
     assert EVERY_ERROR[405].headers == {"Allow": "GET, HEAD"}
     assert "WWW-Authenticate" in EVERY_ERROR[401].headers
 

@@ -107,6 +107,7 @@ def test_an_answer_streams_with_its_reasoning_apart_and_its_own_figures(server: 
     assert body == {
         "model": "tiny",
         "messages": [{"role": "user", "content": "hello"}],
+        "temperature": 0.7,
         "stream": True,
         "stream_options": {"include_usage": True},
     }
@@ -131,7 +132,7 @@ def test_text_from_the_model_stays_text(page: Page) -> None:
 def test_the_next_turn_carries_the_conversation_and_a_new_one_does_not(server: ScriptedApp, page: Page) -> None:
     page.click("#settings summary")
     page.type("#system", "be quick")
-    page.type("#temperature", "0")
+    page.value("document.querySelector('#temperature').value = '0'")
     page.type("#max-tokens", "64")
     for text in ("one", "two"):
         send(page, text)

@@ -27,8 +27,6 @@ from pellucid.server.telemetry.record import current_record
 NAMES = {
     "structured_outputs": "output_config.format",
     "stop": "stop_sequences",
-    "prompt": "messages",
-    "prompt_token_ids": "messages",
 }
 """This endpoint's names of what chat and `SamplingParams` call otherwise."""
 

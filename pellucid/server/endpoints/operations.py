@@ -13,7 +13,7 @@ from starlette.responses import Response
 from pellucid import __version__
 from pellucid.engine.client import EngineDeadError, EngineState
 from pellucid.engine.messages import Reply
-from pellucid.server.context import DEAD_RETRY_S, LOADING_RETRY_S, ServerContext, context_of
+from pellucid.server.context import LOADING_RETRY_S, ServerContext, context_of
 from pellucid.server.errors import engine_dead, internal, overloaded
 from pellucid.server.http.responding import JSONResponse
 from pellucid.server.protocol.models import ModelCard, ModelList
@@ -156,13 +156,14 @@ async def _call(context: ServerContext, verb: str) -> Reply:
     try:
         return await context.engine.call(verb, context.args.health_timeout)
     except TimeoutError:
-        raise overloaded("the engine does not answer; see /health/ready", LOADING_RETRY_S) from None
-    except EngineDeadError as error:
-        raise engine_dead(str(error), DEAD_RETRY_S) from None
+        raise overloaded("the engine does not answer; see /health/ready", LOADING_RETRY_S, "unresponsive") from None
+    except EngineDeadError:
+        raise engine_dead() from None
 
 
 def _not_ready(context: ServerContext) -> Exception:
     engine = context.engine
     if engine.state is EngineState.DEAD:
-        return engine_dead(str(engine.failure), DEAD_RETRY_S)
-    return overloaded(f"the model is not ready yet ({engine.progress.phase}); see /health/ready", LOADING_RETRY_S)
+        return engine_dead()
+    message = f"the model is not ready yet ({engine.progress.phase}); see /health/ready"
+    return overloaded(message, LOADING_RETRY_S, "loading")

@@ -32,7 +32,6 @@ NAMES = {
     "logprobs": "top_logprobs",
     "messages": "input",
     "prompt": "input",
-    "prompt_token_ids": "input",
 }
 """This endpoint's names of what chat and `SamplingParams` call otherwise."""
 

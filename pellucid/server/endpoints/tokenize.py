@@ -7,7 +7,7 @@ import asyncio
 from starlette.requests import Request
 
 from pellucid.core import InvalidRequestError, PellucidError, check_token_id
-from pellucid.server.context import ServerContext, context_of
+from pellucid.server.context import LOADING_RETRY_S, ServerContext, context_of
 from pellucid.server.errors import from_pellucid, overloaded
 from pellucid.server.http.reading import read_request
 from pellucid.server.http.responding import JSONResponse
@@ -24,9 +24,8 @@ async def tokenize(request: Request) -> JSONResponse:
     context = context_of(request)
     body = await read_request(request, context, TokenizeRequest)
     context.check_model(body.model)
-    plan = context.engine.plan
-    if plan is None:
-        raise overloaded("the model is not ready yet; see /health/ready", 5)
+    if context.engine.plan is None:
+        raise overloaded("the model is not ready yet; see /health/ready", LOADING_RETRY_S, "loading")
     try:
         tokens = await asyncio.to_thread(_encode, context, body)
     except PellucidError as error:
@@ -34,7 +33,7 @@ async def tokenize(request: Request) -> JSONResponse:
     strings = None
     if body.return_token_strs:
         strings = [context.tokenizer.token_bytes(i).decode("utf-8", errors="replace") for i in tokens]
-    return JSONResponse(TokenizeResponse(len(tokens), plan.max_model_len, tokens, strings))
+    return JSONResponse(TokenizeResponse(len(tokens), context.max_model_len, tokens, strings))
 
 
 def _encode(context: ServerContext, body: TokenizeRequest) -> list[int]:

@@ -24,6 +24,9 @@ async def start_chat(context: ServerContext, request_id: str, chat: ChatInput) -
     """
     context.check_admission()
     _check_tools(chat)
+    if chat.offered_tools and not context.tokenizer.shows_tools:
+        # The model will not know of them: no error, for agents offer tools with every request, but not in silence.
+        context.tell_ignored(("tools",), "the model's chat template has no place for tools")
     try:
         text, token_ids = await asyncio.to_thread(_encode, context, chat)
         plan = plan_output(context.parsers, chat, text)
@@ -41,6 +44,7 @@ async def start_chat(context: ServerContext, request_id: str, chat: ChatInput) -
         request_id=request_id,
         cache_salt=chat.cache_salt,
         may_shorten=chat.default_max_tokens,
+        prompt_field="messages",
     )
     samples = [SampleReader(plan.grammar(index), not chat.parallel_tool_calls) for index in range(params.n)]
     return ChatGeneration(tracked, samples)

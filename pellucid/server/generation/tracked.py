@@ -9,13 +9,13 @@ import uuid
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, replace
 
-from pellucid.core import PellucidError, SamplingParams
+from pellucid.core import ContextLengthError, PellucidError, SamplingParams
 from pellucid.engine.client import EngineDeadError
 from pellucid.engine.generation import Generation
 from pellucid.engine.output import TextDelta
 from pellucid.engine.prompts import EncodedPrompt
 from pellucid.server.context import ServerContext
-from pellucid.server.errors import engine_dead, from_pellucid, overloaded, timed_out
+from pellucid.server.errors import ApiError, engine_dead, from_pellucid, overloaded, timed_out
 from pellucid.server.telemetry.record import RequestRecord, current_record
 
 
@@ -68,16 +68,22 @@ class TrackedGeneration:
             self._end(None)
         except RequestTimedOutError:
             self._end("request_timeout")
-            raise timed_out("the request took longer than --request-timeout or X-Request-Timeout allows") from None
+            seconds = self._record.time_allowed
+            raise self._told(timed_out(f"the request took longer than the {seconds:g} s that it has")) from None
         except ServerStoppingError as error:
             self._end("shutdown")
-            raise overloaded(str(error), RETRY_S) from None
-        except EngineDeadError as error:
+            raise self._told(overloaded(str(error), RETRY_S, "draining")) from None
+        except EngineDeadError:
             self._end("dead")
-            raise engine_dead(str(error), RETRY_S) from None
+            raise self._told(engine_dead()) from None
         except PellucidError as error:
             self._end("error")
-            raise from_pellucid(error) from None
+            raise self._told(from_pellucid(error)) from None
+
+    def _told(self, error: ApiError) -> ApiError:
+        """Into the record, for on a stream that has begun nobody else sees it."""
+        self._record.error = error
+        return error
 
     def close(self) -> None:
         """Abort what still runs. Does nothing after the end."""
@@ -120,8 +126,12 @@ def begin_generation(
     request_id: str,
     cache_salt: str = "",
     may_shorten: bool = False,
+    prompt_field: str = "prompt",
 ) -> TrackedGeneration:
-    """Hand a prompt to the engine. `may_shorten`: `max_tokens` is a default, and gives way to a long prompt.
+    """Hand a prompt to the engine.
+
+    `may_shorten`: `max_tokens` is a default, and gives way to a long prompt. `prompt_field` is where the request has
+    its prompt.
 
     Raises:
         ApiError: the engine takes nothing now (503), or can never serve this (400).
@@ -134,8 +144,11 @@ def begin_generation(
         params = replace(params, max_tokens=max(params.min_tokens, 1, min(params.max_tokens, room)))
     try:
         generation = context.engine.generate(prompt, params, request_id=request_id, cache_salt=cache_salt)
-    except EngineDeadError as error:
-        raise engine_dead(str(error), RETRY_S) from None
+    except EngineDeadError:
+        raise engine_dead() from None
+    except ContextLengthError as error:
+        param = prompt_field if error.param == "prompt_token_ids" else error.param
+        raise from_pellucid(ContextLengthError(str(error), param)) from None
     except PellucidError as error:
         raise from_pellucid(error) from None
     record = current_record()
@@ -145,7 +158,7 @@ def begin_generation(
 
 
 RETRY_S = 10
-"""After the engine's death: a supervisor has started a new server by then, perhaps."""
+"""After a drain: a supervisor has started a new server by then, perhaps."""
 
 
 async def encode_off_loop(context: ServerContext, text: str | Sequence[int]) -> EncodedPrompt:

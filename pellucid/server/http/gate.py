@@ -8,13 +8,14 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import MutableMapping
+from collections.abc import MutableMapping, Sequence
 from typing import Any
 
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.routing import BaseRoute, Match, Router
+from starlette.types import Message, Receive, Scope, Send
 
 from pellucid.core import PellucidError, RequestMetrics
 from pellucid.server.context import ServerContext
@@ -49,9 +50,8 @@ logger = logging.getLogger(__name__)
 class Gate:
     """Wraps the application. No exception passes it: what a handler raises becomes an answer, or ends the stream."""
 
-    def __init__(self, app: ASGIApp, context: ServerContext) -> None:
+    def __init__(self, app: Router, context: ServerContext) -> None:
         self._app, self._context = app, context
-        self._keys = [key.encode("utf-8", "surrogateescape") for key in context.keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -67,7 +67,8 @@ class Gate:
         # With an app in the scope, the router raises its 404 and 405 instead of answering in plain text.
         scope["app"] = self
         try:
-            record.deadline = record.arrival + self._time_allowed(headers)
+            record.time_allowed = self._time_allowed(headers)
+            record.deadline = record.arrival + record.time_allowed
             self._check_key(scope["path"], headers)
             await self._app(scope, receive, answer.send)
         except ClientDisconnect:
@@ -78,7 +79,7 @@ class Gate:
         except ApiError as error:
             await answer.fail(error, scope, receive)
         except HTTPException as error:
-            await answer.fail(_routing_error(error, scope), scope, receive)
+            await answer.fail(_routing_error(error, scope, self._app.routes), scope, receive)
         except PellucidError as error:
             await answer.fail(from_pellucid(error), scope, receive)
         except Exception:
@@ -101,13 +102,14 @@ class Gate:
         return min(seconds, limit)
 
     def _check_key(self, path: str, headers: Headers) -> None:
-        if not self._keys or path in OPEN_PATHS or path.startswith("/page/"):
+        keys = self._context.keys.current()
+        if not keys or path in OPEN_PATHS or path.startswith("/page/"):
             return
         scheme, _, token = headers.get("authorization", "").partition(" ")
         offered = [headers.get("x-api-key", "")] + ([token.strip()] if scheme.lower() == "bearer" else [])
         # All are compared, each in constant time: neither the key nor its place in the list shows in the time taken.
         # Headers are bytes, which `Headers` shows as Latin-1.
-        matches = [hmac.compare_digest(one.encode("latin-1"), key) for one in offered for key in self._keys]
+        matches = [hmac.compare_digest(one.encode("latin-1"), key) for one in offered for key in keys]
         if not any(matches):
             raise unauthorized()
 
@@ -127,6 +129,8 @@ class Gate:
                 cached_tokens=record.cached_tokens,
                 output_tokens=record.output_tokens,
                 finish_reason=record.finish_reason,
+                error=None if record.error is None else record.error.message,
+                param=None if record.error is None else record.error.param,
                 ttft_s=ttft,
                 e2e_s=now - record.arrival,
                 client=scope["client"][0] if scope.get("client") else None,
@@ -145,7 +149,7 @@ class Gate:
                 cached_tokens=record.cached_tokens,
                 finish_reasons=() if record.finish_reason is None else (record.finish_reason,),
                 metrics=times,
-                error=answer.error,
+                error=None if record.error is None else record.error.type,
             )
             self._context.tracing.record(trace, dict(headers))
 
@@ -156,7 +160,6 @@ class _Answer:
     def __init__(self, send: Send, record: RequestRecord) -> None:
         self._send, self._record = send, record
         self.status = 0
-        self.error: str | None = None
 
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
@@ -165,7 +168,7 @@ class _Answer:
         await self._send(message)
 
     async def fail(self, error: ApiError, scope: Scope, receive: Receive) -> None:
-        self.error = error.type
+        self._record.error = error
         if self.status:
             # The head is out, and with it the status: all that is left is to end the body short.
             logger.error("a response that had begun was cut off: %s", error.message)
@@ -179,12 +182,15 @@ class _Answer:
         message["headers"] = [*message.get("headers", ()), *raw]
 
 
-def _routing_error(error: HTTPException, scope: Scope) -> ApiError:
+def _routing_error(error: HTTPException, scope: Scope, routes: Sequence[BaseRoute]) -> ApiError:
     """The router's own 404 and 405 in the API's envelope."""
     if error.status_code == 405:
         return method_not_allowed(scope["method"], tuple((error.headers or {}).get("Allow", "").split(", ")))
     if error.status_code == 404:
-        return not_found(f"there is no {scope['path'][:200]} here; see /openapi.json")
+        path = scope["path"][:200]
+        if any(route.matches({**scope, "path": "/v1" + path})[0] is not Match.NONE for route in routes):
+            return not_found(f"there is no {path} here, but /v1{path}: let the client's base URL end in /v1")
+        return not_found(f"there is no {path} here; see /openapi.json")
     return ApiError(error.status_code, str(error.detail))
 
 

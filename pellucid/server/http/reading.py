@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from typing import TypeVar
 
 import msgspec
@@ -12,16 +11,10 @@ from starlette.requests import Request
 from pellucid.server.context import ServerContext
 from pellucid.server.errors import timed_out, too_large, unsupported_media_type
 from pellucid.server.protocol.body import decode_body
-from pellucid.server.telemetry.record import current_record
 
 T = TypeVar("T", bound=msgspec.Struct)
 
 BODY_TIMEOUT_S = 60
-
-MAX_WARNED_FIELDS = 1000
-"""Unknown names after these are no longer logged: a client must not fill the memory with made-up ones."""
-
-logger = logging.getLogger(__name__)
 
 
 async def read_request(request: Request, context: ServerContext, type: type[T]) -> T:
@@ -36,11 +29,7 @@ async def read_request(request: Request, context: ServerContext, type: type[T]) 
         raise unsupported_media_type(content_type or None)
     body, ignored = decode_body(await read_body(request, int(context.args.max_body_mb * 1e6)), type)
     if ignored:
-        current_record().response_headers["X-Ignored-Fields"] = ", ".join(ignored)
-        fresh = [name for name in ignored if name not in context.lifecycle.ignored_fields]
-        if fresh and len(context.lifecycle.ignored_fields) < MAX_WARNED_FIELDS:
-            context.lifecycle.ignored_fields.update(fresh)
-            logger.warning("fields that this server does not know were ignored: %s", ", ".join(fresh))
+        context.tell_ignored(ignored, "this server does not know them")
     return body
 
 

@@ -74,8 +74,9 @@ def configure_logging(format: LogFormat, level: str, stream: TextIO | None) -> L
         logger.handlers.clear()
         logger.propagate = True
         logger.setLevel(number)
-    # One line per request is `request_log`'s.
-    logging.getLogger("uvicorn.access").setLevel(max(number, logging.WARNING))
+    # One line per request is `request_log`'s, and of its start and end the server speaks itself.
+    for name in FOREIGN_LOGGERS:
+        logging.getLogger(name).setLevel(number if number < logging.INFO else max(number, logging.WARNING))
     logging.captureWarnings(True)
     return handler
 
@@ -90,31 +91,40 @@ def request_log(
     cached_tokens: int = 0,
     output_tokens: int = 0,
     finish_reason: str | None = None,
+    error: str | None = None,
+    param: str | None = None,
     ttft_s: float | None = None,
     e2e_s: float | None = None,
     client: str | None = None,
 ) -> None:
-    """The one line of a finished request, at `info`, or `warning` for a 5xx. Never its text, never a key.
+    """The one line of a finished request, at `info`, or `warning` for a 5xx or a stream that was cut short.
 
-    `path` is without the query. Times are seconds, written to the millisecond; what is None is left out.
+    Never its text, never a key: `error` is what the client was told, with at most some characters of one field. `path`
+    is without the query. Times are seconds, written to the millisecond; what is None is left out, and so are the
+    counts of a request without a prompt.
     """
     fields: dict[str, Any] = {
         "request_id": request_id,
         "method": method,
         "path": path,
         "status": status,
-        "prompt_tokens": prompt_tokens,
-        "cached_tokens": cached_tokens,
-        "output_tokens": output_tokens,
+        "prompt_tokens": prompt_tokens or None,
+        "cached_tokens": cached_tokens if prompt_tokens else None,
+        "output_tokens": output_tokens if prompt_tokens else None,
         "finish_reason": finish_reason,
+        "error": error,
+        "param": param,
         "ttft_s": None if ttft_s is None else round(ttft_s, 3),
         "e2e_s": None if e2e_s is None else round(e2e_s, 3),
         "client": client,
     }
-    level = logging.WARNING if status >= 500 else logging.INFO
+    level = logging.WARNING if status >= 500 or finish_reason in CUT_SHORT else logging.INFO
     known = {key: value for key, value in fields.items() if value is not None}
     _REQUESTS.log(level, "request finished", extra={"fields": known})
 
+
+CUT_SHORT = frozenset({"dead", "error", "shutdown", "request_timeout"})
+"""Finish reasons of streams whose status was sent before something went wrong."""
 
 _REQUESTS = logging.getLogger("pellucid.request")
 _LOG = logging.getLogger("pellucid.log")

@@ -263,7 +263,7 @@ class ServerMetrics(Collector):
         yield from self._info_families()
 
     def _engine_families(self) -> Iterator[Metric]:
-        yield self._gauge("engine_up", "1 while the engine takes requests.", float(self._engine_up()))
+        yield self._gauge("engine_up", "1 while the engine is loaded and answers.", float(self._engine_up()))
         age = self._step_age_s()
         if age is not None:
             yield self._gauge("engine_step_age_seconds", "Since the engine's last step or heartbeat.", age)

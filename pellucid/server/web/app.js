@@ -37,6 +37,8 @@ function showView() {
 
 addEventListener("hashchange", showView);
 showView();
+// A link carries no key.
+$("plan-link").hidden = hasKey();
 setText($("base-url"), baseUrl);
 startChat(() => model);
 const poll = startStatus(load);
@@ -48,6 +50,7 @@ access.addEventListener("unauthorized", () => {
 });
 access.addEventListener("key", () => {
   $("key-form").hidden = true;
+  $("plan-link").hidden = true;
   if (document.body.dataset.status === "ready") load();
   poll();
 });
