@@ -27,8 +27,9 @@ FLAG = re.compile(r"(?<![\w-])--[a-z][a-z-]+")
 # Flags of other programs in the pages.
 FOREIGN_FLAGS = {
     "--build-arg", "--constraint", "--create-home", "--from-literal", "--gpus", "--home-dir", "--index-url", "--init",
-    "--interval", "--ipc", "--name", "--no-cache-dir", "--no-install-recommends", "--now", "--reload", "--restart", "--retries", "--rm",
-    "--shell", "--shm-size", "--start-period", "--system", "--time", "--timeout", "--uid", "--user-group",
+    "--interval", "--ipc", "--name", "--no-cache-dir", "--no-install-recommends", "--now", "--reload", "--restart",
+    "--retries", "--rm", "--shell", "--shm-size", "--start-period", "--system", "--time", "--timeout", "--uid",
+    "--user-group",
 }  # fmt: skip
 
 

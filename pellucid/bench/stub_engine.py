@@ -50,6 +50,7 @@ class StubSteps:
         self._steps = itertools.count()
         self._due = time.monotonic()
         self.last_step_tokens = 0
+        self.dropped = ()
 
     def add_request(self, request: Request) -> None:
         self._left[request.request_id] = request.params.max_tokens or 1

@@ -136,9 +136,15 @@ class EngineClient:
             raise self.failure
 
     def generate(
-        self, prompt: EncodedPrompt, params: SamplingParams, *, request_id: str, cache_salt: str = ""
+        self,
+        prompt: EncodedPrompt,
+        params: SamplingParams,
+        *,
+        request_id: str,
+        cache_salt: str = "",
+        arrival_time: float | None = None,
     ) -> Generation:
-        """Begin a request.
+        """Begin a request, which arrived at `arrival_time` (monotonic seconds; None is now).
 
         Raises:
             InvalidRequestError: it can never be served; nothing was sent.
@@ -147,7 +153,7 @@ class EngineClient:
         if self.failure is not None:
             raise self.failure
         assert self._limits is not None, "the engine is not ready"
-        request = self._encoder.make_request(prompt, params, request_id, cache_salt)
+        request = self._encoder.make_request(prompt, params, request_id, cache_salt, arrival_time=arrival_time)
         resolve_max_tokens(request, self._limits)
         members = self._outputs.add(request, prompt.text)
         generation = Generation(request, lambda: self._close(generation))
@@ -180,6 +186,11 @@ class EngineClient:
         """Most tokens of one sequence, prompt and output. Only while ready."""
         assert self._limits is not None, "the engine is not ready"
         return min(self._limits.max_model_len, self._limits.pool_tokens)
+
+    @property
+    def sequences(self) -> int:
+        """Samples of all prompts in `running`, each of which the scheduler counts for itself."""
+        return sum(generation.samples for generation in self._generations.values())
 
     @property
     def running(self) -> int:
@@ -245,7 +256,7 @@ class EngineClient:
                     if number in self._calls and not self._calls[number].done():
                         self._calls[number].set_result(message)
                 case Log():
-                    logging.getLogger(message.logger).log(message.level, "%s", message.message)
+                    _write_log(message)
                 case Failed():
                     self._fail(message.message, message.exit_code)
 
@@ -314,3 +325,12 @@ class EngineClient:
                 reply.set_exception(self.failure)
         self._ready.set()
         self.ended.set()
+
+
+def _write_log(message: Log) -> None:
+    """A record of the engine process, as if it had been made here."""
+    target = logging.getLogger(message.logger)
+    if target.isEnabledFor(message.level):
+        record = target.makeRecord(message.logger, message.level, "", 0, "%s", (message.message,), None)
+        record.exc_text = message.trace or None
+        target.handle(record)

@@ -19,6 +19,7 @@ class Generation:
         self.request_id = request.request_id
         self.prompt_token_ids = request.prompt_token_ids
         self.prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
+        self.samples = request.params.n
         self._close = close
         self._unfinished = self._to_come = request.params.n
         self._pending: list[TextDelta] = []

@@ -105,6 +105,7 @@ class Log(_Message, tag=True, frozen=True):
     level: int
     logger: str
     message: str
+    trace: str = ""
 
 
 class Failed(_Message, tag=True, frozen=True):

@@ -71,6 +71,8 @@ class Steps(Protocol):
 
     @property
     def last_step_tokens(self) -> int: ...
+    @property
+    def dropped(self) -> tuple[str, ...]: ...
     def add_request(self, request: Request) -> None: ...
     def abort(self, request_id: str) -> bool: ...
     def finish(self, request_id: str, stop_string: str) -> None: ...
@@ -79,6 +81,12 @@ class Steps(Protocol):
     def stats(self) -> SchedulerStats: ...
     def reset_prefix_cache(self) -> None: ...
     def check_conservation(self) -> None: ...
+
+
+class EngineBrokenError(PellucidError):
+    """The engine can't go on; a new process may."""
+
+    exit_code = 3
 
 
 class Channel:
@@ -175,7 +183,7 @@ class EngineLoop:
         return Reply(call.number, self._step, self._worker.stats(), error)
 
     def _try_step(self) -> list[StepOutput]:
-        """One step. When it raises, every live request ends with the reason, and the engine takes new ones."""
+        """One step. When it raises, the requests in it end with the reason; those that wait go on waiting."""
         self._step += 1
         try:
             outputs = self._worker.step()
@@ -183,13 +191,14 @@ class EngineLoop:
             self._failed_steps += 1
             logger.exception("step %d failed", self._step)
             if self._failed_steps >= MAX_FAILED_STEPS:
-                raise PellucidError(f"{MAX_FAILED_STEPS} steps in a row failed; the last: {error}") from error
+                raise EngineBrokenError(f"{MAX_FAILED_STEPS} steps in a row failed") from error
             failure = RequestFailure("the engine failed in a step that computed this request; its log says why")
-            failed = [StepOutput(request_id, finish_reason="abort", failure=failure) for request_id in self._live]
-            for request_id in self._live:
+            # Without a plan there is no telling whose fault it was.
+            ended = self._live.intersection(self._worker.dropped) or set(self._live)
+            for request_id in ended:
                 self._worker.abort(request_id)
-            self._live.clear()
-            return failed
+            self._live -= ended
+            return [StepOutput(request_id, finish_reason="abort", failure=failure) for request_id in ended]
         self._failed_steps = 0
         self._live.difference_update(output.request_id for output in outputs if output.finish_reason is not None)
         return outputs
@@ -211,7 +220,8 @@ class _ChannelHandler(logging.Handler):
         self._channel = channel
 
     def emit(self, record: logging.LogRecord) -> None:
-        self._channel.send(Log(record.levelno, record.name, self.format(record)))
+        trace = "" if record.exc_info is None else logging.Formatter().formatException(record.exc_info)
+        self._channel.send(Log(record.levelno, record.name, record.getMessage(), trace))
 
 
 def main() -> None:
@@ -231,6 +241,10 @@ def main() -> None:
     except PellucidError as error:
         channel.send(Failed(str(error), error.exit_code))
         code = error.exit_code
+    except Exception:
+        logger.exception("the engine process failed")
+        channel.send(Failed("the engine process failed; the log says why", EngineBrokenError.exit_code))
+        code = EngineBrokenError.exit_code
     finally:
         channel.close()
     sys.exit(code)

@@ -69,8 +69,13 @@ class PromptEncoder:
         request_id: str,
         cache_salt: str = "",
         capture_hidden: bool = False,
+        arrival_time: float | None = None,
     ) -> Request:
-        """A request that arrives now. Raises InvalidRequestError for parameters that this model can't serve."""
+        """A request that arrived at `arrival_time`, by default now.
+
+        Raises:
+            InvalidRequestError: parameters that this model can't serve.
+        """
         params.check_vocabulary(self.vocab_size)
         if params.stop and self.tokenizer is None:
             raise InvalidRequestError("stop strings need a tokenizer; this model came without one", "stop")
@@ -81,7 +86,7 @@ class PromptEncoder:
             eos_token_ids=self.eos_token_ids,
             cache_salt=cache_salt,
             capture_hidden=capture_hidden,
-            arrival_time=time.monotonic(),
+            arrival_time=time.monotonic() if arrival_time is None else arrival_time,
         )
 
 

@@ -28,6 +28,10 @@ from pellucid.traits.model import ModelTraits
 if TYPE_CHECKING:
     from pellucid.runner.sampler import Constraint
 
+CPU_CHUNK_CONTEXT = 512 * 512
+"""Attention over a long context is slow on a CPU: a chunk of it costs what 512 tokens from the start do, so that other
+requests, and whoever asks whether the engine lives, wait seconds and not a minute."""
+
 logger = logging.getLogger(__name__)
 
 
@@ -111,6 +115,7 @@ def scheduler_config(plan: ExecutionPlan, debug: DebugModes | None = None) -> Sc
         max_model_len=plan.max_model_len,
         num_pages=plan.num_kv_pages,
         page_size=plan.page_size,
+        max_chunk_context=CPU_CHUNK_CONTEXT if plan.device == "cpu" else None,
         enable_prefix_caching=plan.enable_prefix_caching,
         enable_chunked_prefill=plan.enable_chunked_prefill,
         force_preempt_every=None if debug is None else debug.force_preempt_every,

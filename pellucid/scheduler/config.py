@@ -20,6 +20,8 @@ class SchedulerConfig:
         page_size: tokens in a page.
         prefill_chunk_tokens: most tokens of one sequence's prefill in one step, so that a long prompt leaves budget
             to the prompts behind it. None: only the budget of the step bounds it.
+        max_chunk_context: most of (tokens of a chunk x context at its end), so that a step of a long prompt takes no
+            longer than one of a short prompt where attention is slow. None: unbounded.
         enable_chunked_prefill: when False, a prompt waits until a step has room for all of it; such a step must
             exist, so `max_num_batched_tokens` is then at least `max_model_len`.
         namespace: names what changes the KV besides tokens and salt (model, adapter); part of the prefix cache's key.
@@ -35,6 +37,7 @@ class SchedulerConfig:
     num_pages: int
     page_size: int = 64
     prefill_chunk_tokens: int | None = None
+    max_chunk_context: int | None = None
     enable_chunked_prefill: bool = True
     enable_prefix_caching: bool = True
     namespace: str = ""
@@ -47,6 +50,7 @@ class SchedulerConfig:
             "num_pages",
             "page_size",
             "prefill_chunk_tokens",
+            "max_chunk_context",
             "force_preempt_every",
         ):
             value = getattr(self, name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
+from math import isqrt
 
 from pellucid.core import FinishReason, InvalidRequestError, Request
 from pellucid.scheduler.admission import resolve_max_tokens
@@ -198,8 +199,15 @@ class Scheduler:
 
     def _chunk(self, sequence: Sequence, budget: int) -> int:
         chunk = min(sequence.remaining, budget, self.config.prefill_chunk_tokens or budget)
-        if sequence.request.params.prompt_logprobs is not None and self.config.enable_chunked_prefill:
+        if not self.config.enable_chunked_prefill:
+            return chunk
+        if sequence.request.params.prompt_logprobs is not None:
             chunk = min(chunk, SCORED_CHUNK_TOKENS)
+        if self.config.max_chunk_context is not None:
+            # The largest c with c * (computed + c) at most the limit.
+            computed = sequence.computed
+            fits = (isqrt(computed * computed + 4 * self.config.max_chunk_context) - computed) // 2
+            chunk = min(chunk, max(fits, 1))
         return chunk
 
     def _admit_head(self, budget: int) -> Sequence | None:

@@ -7,6 +7,7 @@ import logging
 import time
 import uuid
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from starlette.requests import Request
@@ -17,7 +18,7 @@ from pellucid.engine.grammars import Grammars
 from pellucid.engine.prompts import PromptEncoder
 from pellucid.selection.args import EngineArgs
 from pellucid.server.args import ServeArgs
-from pellucid.server.errors import ApiError, engine_dead, from_pellucid, not_found, overloaded, quote
+from pellucid.server.errors import ApiError, bad_request, engine_dead, from_pellucid, not_found, overloaded, quote
 from pellucid.server.generation.sampling import SamplingDefaults
 from pellucid.server.http.keys import KeyRing
 from pellucid.server.parsers.choice import Detected
@@ -29,6 +30,9 @@ from pellucid.tokenizer.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
+MAX_CHECKING = 64
+"""Grammars that may wait for their check, which takes milliseconds as a rule and a second at most."""
+
 MAX_WARNED_FIELDS = 1000
 """Unknown names after these are no longer logged: a client must not fill the memory with made-up ones."""
 
@@ -39,9 +43,15 @@ BUSY_RETRY_S = 1
 
 @dataclass(slots=True)
 class Lifecycle:
-    """What changes: while `draining` no new request is taken; `ignored_fields` are those that were warned of."""
+    """What changes: while `draining` no new request is taken; `ignored_fields` are those that were warned of.
+
+    `preparing` counts sequences that were admitted and are not with the engine yet, `checking` grammars that wait for
+    their check or are checked.
+    """
 
     draining: bool = False
+    preparing: int = 0
+    checking: int = 0
     ignored_fields: set[str] = field(default_factory=set)
 
 
@@ -68,6 +78,7 @@ class ServerContext:
     model_root: str
     trained_max_len: int
     fingerprint: str
+    grammar_thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "grammars"))
     lifecycle: Lifecycle = field(default_factory=Lifecycle)
     started: int = field(default_factory=lambda: int(time.time()))
 
@@ -99,10 +110,16 @@ class ServerContext:
         """Raises ApiError 400 for a constraint that can't be compiled: the engine must never see it."""
         if outputs is None:
             return
+        if self.lifecycle.checking >= MAX_CHECKING:
+            raise overloaded(f"{MAX_CHECKING} grammars wait to be checked", BUSY_RETRY_S)
+        self.lifecycle.checking += 1
         try:
-            await asyncio.to_thread(self.grammars.check, outputs)
+            # A thread of its own: they are checked one by one, and slow ones must not hold up chat templates.
+            await asyncio.get_running_loop().run_in_executor(self.grammar_thread, self.grammars.check, outputs)
         except PellucidError as error:
             raise from_pellucid(error) from None
+        finally:
+            self.lifecycle.checking -= 1
 
     def now(self) -> int:
         """Unix seconds, for `created`."""
@@ -113,14 +130,14 @@ class ServerContext:
         if name is not None and name != self.model_name:
             raise not_found(f"the model {quote(name)} is not served here; served: {self.model_name}", "model")
 
-    def check_admission(self) -> None:
-        """Raises ApiError 503 with a Retry-After while the engine takes no new request."""
-        reason = self._refusal()
+    def check_admission(self, sequences: int = 1) -> None:
+        """Raises ApiError: 503 while no new request is taken, 400 for more sequences than ever are."""
+        reason = self._refusal(sequences)
         if reason is not None:
             self.metrics.request_rejected(reason[0])
             raise reason[1]
 
-    def _refusal(self) -> tuple[str, ApiError] | None:
+    def _refusal(self, sequences: int) -> tuple[str, ApiError] | None:
         engine = self.engine
         if engine.state is EngineState.DEAD:
             return "dead", engine_dead()
@@ -137,8 +154,11 @@ class ServerContext:
             return "unresponsive", overloaded(message, BUSY_RETRY_S, "unresponsive")
         assert engine.plan is not None
         limit = engine.plan.max_num_seqs + self.args.max_num_queued_reqs
-        if engine.running >= limit:
-            message = f"{engine.running} requests run or wait (limit {limit}: --max-num-seqs + --max-num-queued-reqs)"
+        if sequences > limit:
+            raise bad_request(f"{sequences} sequences in one request; this server takes {limit} at a time", "n")
+        in_flight = engine.sequences + self.lifecycle.preparing
+        if in_flight + sequences > limit:
+            message = f"{in_flight} sequences run or wait (limit {limit}: --max-num-seqs + --max-num-queued-reqs)"
             return "max_num_queued_reqs", overloaded(message, BUSY_RETRY_S)
         return None
 

@@ -263,6 +263,10 @@ class _Server:
         logger.info("%s", text)
         self._notifier.ready(text)
 
+    def _in_flight(self) -> int:
+        """Requests with the engine, and sequences on their way to it."""
+        return self._context.engine.running + self._context.lifecycle.preparing
+
     def _is_silent(self) -> bool:
         return self._context.engine.silence_s() > self._context.args.health_timeout
 
@@ -293,7 +297,7 @@ class _Server:
         logger.info("stopping: %d requests run and get up to %.0f s", engine.running, seconds)
         self._notifier.stopping(f"draining {engine.running} requests")
         begin = time.monotonic()
-        idle = await self._until(lambda: engine.running == 0 or self._stop_signals > 1, seconds)
+        idle = await self._until(lambda: self._in_flight() == 0 or self._stop_signals > 1, seconds)
         # What the engine is done with may be on its way to a slow reader; what comes from now on is refused anyway.
         answers, rest = set(server.server_state.tasks), seconds - (time.monotonic() - begin)
         await self._until(lambda: all(one.done() for one in answers) or self._stop_signals > 1, rest)

@@ -322,3 +322,21 @@ def test_a_prompt_that_is_scored_is_computed_in_small_chunks() -> None:
         chunks += [len(row.token_ids) for row in plan.scheduled]
         commit(scheduler, plan)
     assert chunks == [256, 256, 88]
+
+
+def test_a_chunk_of_a_long_context_is_no_dearer_than_the_limit() -> None:
+    """Tokens of a chunk times the context at its end; a first chunk as large as the limit's root."""
+    config = SchedulerConfig(
+        max_num_seqs=2, max_num_batched_tokens=512, max_model_len=2048, num_pages=64, max_chunk_context=64 * 64
+    )
+    scheduler = Scheduler(config)
+    scheduler.add_request(Request("long", tuple(range(1000)), SamplingParams(max_tokens=1)))
+    chunks = []
+    while (plan := scheduler.plan_step()) is not None:
+        chunks.append((plan.scheduled[0].start, len(plan.scheduled[0].token_ids)))
+        scheduler.commit(plan, {"long": 1})
+    assert chunks[0] == (0, 64)
+    assert sum(count for _, count in chunks) == 1000
+    assert all(count == 1 or count * (start + count) <= 64 * 64 for start, count in chunks)
+    # And no smaller than it has to be.
+    assert all((count + 1) * (start + count + 1) > 64 * 64 for start, count in chunks[:-1])

@@ -235,7 +235,7 @@ def test_a_body_over_the_limit_is_a_413_announced_or_in_chunks(strict_server: Ru
     head = request_bytes("/v1/completions", {}, key).partition(b"Content-Length")[0]
     chunked = head + f"Transfer-Encoding: chunked\r\n{key}\r\n\r\n".encode() + chunk * 3
     assert_error(exchange(strict_server, chunked), 413, "invalid_request_error")
-    fitting = {**SHORT, "stop": ["x" * 9000]}
+    fitting = {**SHORT, "user": "x" * 9000}
     assert strict_server.post("/v1/completions", fitting, headers={"x-api-key": KEYS[0]}).status == 200
 
 

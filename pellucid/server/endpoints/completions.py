@@ -16,9 +16,9 @@ from pellucid.engine.prompts import EncodedPrompt
 from pellucid.server.context import ServerContext, context_of, new_id
 from pellucid.server.endpoints.logprobs import CompletionLogprobs, prompt_logprobs
 from pellucid.server.endpoints.merging import merge
-from pellucid.server.errors import bad_request
+from pellucid.server.errors import ApiError, bad_request
 from pellucid.server.generation.sampling import sampling_params
-from pellucid.server.generation.tracked import TrackedGeneration, Usage, begin_generation, encode_off_loop
+from pellucid.server.generation.tracked import TrackedGeneration, Usage, begin_generation, encode_off_loop, preparation
 from pellucid.server.http.reading import read_request
 from pellucid.server.http.responding import JSONResponse
 from pellucid.server.http.sse import DONE, EventStreamResponse, until_disconnected
@@ -66,36 +66,37 @@ class _Running:
             cached_tokens=sum(part.cached_tokens for part in parts),
         )
 
-    def close(self) -> None:
+    def close(self, reason: str = "client_disconnected") -> None:
         for generation in self.generations:
-            generation.close()
+            generation.close(reason)
 
 
 async def _begin(context: ServerContext, body: CompletionRequest) -> _Running:
     """All prompts, or none."""
-    context.check_admission()
     count = len(body.prompts) * (body.n or 1)
     if count > MAX_SEQUENCES:
         raise bad_request(f"{count} completions in one request; the most is {MAX_SEQUENCES}: send several", "n")
     params = _params(context, body)
-    await context.check_structured(params.structured_outputs)
     running = _Running(f"cmpl-{body.request_id}" if body.request_id else new_id("cmpl"))
-    for prompt in body.prompts:
-        running.prompts.append(await encode_off_loop(context, prompt))
-    try:
-        for index, encoded in enumerate(running.prompts):
-            generation = begin_generation(
-                context,
-                encoded,
-                params,
-                request_id=f"{running.response_id}-{index}",
-                cache_salt=body.cache_salt or "",
-                may_shorten=body.token_limit[0] is None,
-            )
-            running.generations.append(generation)
-    except BaseException:
-        running.close()
-        raise
+    async with preparation(context, count):
+        await context.check_structured(params.structured_outputs)
+        for prompt in body.prompts:
+            running.prompts.append(await encode_off_loop(context, prompt))
+        try:
+            for index, encoded in enumerate(running.prompts):
+                generation = begin_generation(
+                    context,
+                    encoded,
+                    params,
+                    request_id=f"{running.response_id}-{index}",
+                    cache_salt=body.cache_salt or "",
+                    may_shorten=body.token_limit[0] is None,
+                )
+                running.generations.append(generation)
+        except BaseException:
+            # One prompt was refused, and with it all.
+            running.close("error")
+            raise
     return running
 
 
@@ -142,7 +143,7 @@ class _Choice:
 async def _collect(context: ServerContext, body: CompletionRequest, running: _Running) -> list[dict[str, Any]]:
     n = body.n or 1
     deltas: list[list[TextDelta]] = [[] for _ in range(len(running.prompts) * n)]
-    async for prompt, batch in merge([generation.batches() for generation in running.generations]):
+    async for prompt, batch in _batches(running):
         for delta in batch:
             deltas[prompt * n + delta.index].append(delta)
     choices = []
@@ -181,7 +182,7 @@ async def _stream(context: ServerContext, body: CompletionRequest, running: _Run
         return b'],"usage":null}\n\n' if body.include_usage else b"]}\n\n"
 
     ending = tail()
-    async for prompt, batch in merge([generation.batches() for generation in running.generations]):
+    async for prompt, batch in _batches(running):
         chunks: list[bytes] = []
         for delta in batch:
             choice = choices[prompt * n + delta.index]
@@ -200,6 +201,16 @@ async def _stream(context: ServerContext, body: CompletionRequest, running: _Run
             yield b"".join(chunks)
     usage = head + b'],"usage":' + encode(running.usage().openai()) + b"}\n\n" if body.include_usage else b""
     yield usage + DONE
+
+
+async def _batches(running: _Running) -> AsyncIterator[tuple[int, list[TextDelta]]]:
+    """(prompt, deltas) as they come. An error of one prompt ends the others. Raises ApiError."""
+    try:
+        async for prompt, batch in merge([generation.batches() for generation in running.generations]):
+            yield prompt, batch
+    except ApiError:
+        running.close("error")
+        raise
 
 
 def _head(context: ServerContext, running: _Running) -> dict[str, Any]:

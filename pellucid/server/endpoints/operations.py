@@ -13,7 +13,7 @@ from starlette.responses import Response
 from pellucid import __version__
 from pellucid.engine.client import EngineDeadError, EngineState
 from pellucid.engine.messages import Reply
-from pellucid.server.context import LOADING_RETRY_S, ServerContext, context_of
+from pellucid.server.context import DRAINING_RETRY_S, LOADING_RETRY_S, ServerContext, context_of
 from pellucid.server.errors import engine_dead, internal, overloaded
 from pellucid.server.http.responding import JSONResponse
 from pellucid.server.protocol.models import ModelCard, ModelList
@@ -52,7 +52,8 @@ async def health_ready(request: Request) -> JSONResponse:
     }
     if status == "ready":
         return JSONResponse(body)
-    return JSONResponse(body, status_code=503, headers={"Retry-After": str(LOADING_RETRY_S)})
+    retry_s = DRAINING_RETRY_S if status == "draining" else LOADING_RETRY_S
+    return JSONResponse(body, status_code=503, headers={"Retry-After": str(retry_s)})
 
 
 async def _ping(context: ServerContext) -> str:

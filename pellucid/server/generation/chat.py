@@ -11,7 +11,7 @@ from pellucid.server.context import ServerContext
 from pellucid.server.errors import bad_request, from_pellucid
 from pellucid.server.generation.chat_values import ChatEvent, ChatInput, CollectedMessage
 from pellucid.server.generation.output_form import SampleReader, plan_output
-from pellucid.server.generation.tracked import TrackedGeneration, Usage, begin_generation
+from pellucid.server.generation.tracked import TrackedGeneration, Usage, begin_generation, preparation
 from pellucid.server.parsers.history import NUMBERED_IDS, with_numbered_call_ids
 from pellucid.server.parsers.message import assemble_deltas
 
@@ -22,30 +22,30 @@ async def start_chat(context: ServerContext, request_id: str, chat: ChatInput) -
     Raises:
         ApiError: 400 for messages, tools or parameters that can't be served, 503 while nothing is taken.
     """
-    context.check_admission()
-    _check_tools(chat)
-    if chat.offered_tools and not context.tokenizer.shows_tools:
-        # The model will not know of them: no error, for agents offer tools with every request, but not in silence.
-        context.tell_ignored(("tools",), "the model's chat template has no place for tools")
-    try:
-        text, token_ids = await asyncio.to_thread(_encode, context, chat)
-        plan = plan_output(context.parsers, chat, text)
-        prompt = context.encoder.encode_prompt(token_ids)
-    except PellucidError as error:
-        raise from_pellucid(error) from None
-    await context.check_structured(plan.structured)
-    # Markers are special tokens: without them a parser has nothing to go by.
-    shows_special = plan.parses or not chat.params.skip_special_tokens
-    params = replace(chat.params, structured_outputs=plan.structured, skip_special_tokens=not shows_special)
-    tracked = begin_generation(
-        context,
-        prompt,
-        params,
-        request_id=request_id,
-        cache_salt=chat.cache_salt,
-        may_shorten=chat.default_max_tokens,
-        prompt_field="messages",
-    )
+    async with preparation(context, chat.params.n):
+        _check_tools(chat)
+        if chat.offered_tools and not context.tokenizer.shows_tools:
+            # The model will not know of them: no error, for agents offer tools with every request, but not in silence.
+            context.tell_ignored(("tools",), "the model's chat template has no place for tools")
+        try:
+            text, token_ids = await asyncio.to_thread(_encode, context, chat)
+            plan = plan_output(context.parsers, chat, text)
+            prompt = context.encoder.encode_prompt(token_ids)
+        except PellucidError as error:
+            raise from_pellucid(error) from None
+        await context.check_structured(plan.structured)
+        # Markers are special tokens: without them a parser has nothing to go by.
+        shows_special = plan.parses or not chat.params.skip_special_tokens
+        params = replace(chat.params, structured_outputs=plan.structured, skip_special_tokens=not shows_special)
+        tracked = begin_generation(
+            context,
+            prompt,
+            params,
+            request_id=request_id,
+            cache_salt=chat.cache_salt,
+            may_shorten=chat.default_max_tokens,
+            prompt_field="messages",
+        )
     samples = [SampleReader(plan.grammar(index), not chat.parallel_tool_calls) for index in range(params.n)]
     return ChatGeneration(tracked, samples)
 

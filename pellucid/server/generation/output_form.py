@@ -77,13 +77,17 @@ def plan_output(parsers: Detected, chat: ChatInput, prompt: str) -> OutputForm:
 
 
 class SampleReader:
-    """One sample's parser. Without any, text is content as it comes."""
+    """One sample's parser. Without any, text is content as it comes.
+
+    `reasoning_tokens` counts from the first token up to the one that ends the reasoning, tags included. A token that
+    spans this end counts whole, and so does all of the delta that shows it.
+    """
 
     def __init__(self, grammar: Grammar | None, one_call: bool) -> None:
         self._parser = None if grammar is None else StreamingParser(grammar)
         self._one_call = one_call
         self._tokens = 0
-        self._reasons = self._answers = False
+        self._reasons = self._reasoning_over = self._call_complete = False
         self.reasoning_tokens = 0
 
     def read(self, delta: TextDelta) -> ChatEvent:
@@ -98,21 +102,24 @@ class SampleReader:
             message = join(message, self._parser.finish())
         if self._one_call and message.tool_calls:
             message = replace(message, tool_calls=tuple(call for call in message.tool_calls if call.index == 0))
-        self._count(message, len(delta.token_ids))
-        reason: str | None = finish
-        if finish == "stop" and self._parser.has_tool_calls:
-            reason = "tool_calls"
+        self._count(message, len(delta.token_ids), self._parser.in_reasoning)
+        if message.tool_calls:
+            self._call_complete = message.tool_calls[-1].complete
+        # A stop string may cut a call off, and is an end of its own where it does not.
+        ended_itself = finish == "stop" and not isinstance(delta.stop_reason, str)
+        reason = "tool_calls" if ended_itself and self._call_complete else finish
         return ChatEvent(
             delta.index, message, delta.token_ids, delta.logprobs, reason, delta.stop_reason, delta.metrics
         )
 
-    def _count(self, message: MessageDelta, tokens: int) -> None:
-        """Tokens up to the end of the reasoning, its tags included."""
+    def _count(self, message: MessageDelta, tokens: int, in_reasoning: bool) -> None:
+        if self._reasoning_over:
+            return
         self._tokens += tokens
         self._reasons = self._reasons or bool(message.reasoning)
-        if self._reasons and not self._answers:
+        if self._reasons:
             self.reasoning_tokens = self._tokens
-        self._answers = self._answers or bool(message.content or message.tool_calls)
+        self._reasoning_over = not in_reasoning
 
 
 def _opens(prompt: str, reasoning: ReasoningFormat) -> bool | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import time
 import uuid
@@ -85,21 +86,24 @@ class TrackedGeneration:
         self._record.error = error
         return error
 
-    def close(self) -> None:
-        """Abort what still runs. Does nothing after the end."""
-        self._end("client_disconnected")
+    def close(self, reason: str = "client_disconnected") -> None:
+        """Abort what still runs; `reason` is one of `metrics.ABORTS`. Does nothing after the end."""
+        self._end(reason)
 
     def _count(self, deltas: list[TextDelta]) -> None:
         usage, record = self.usage, self._record
         for delta in deltas:
             usage.completion_tokens += len(delta.token_ids)
-            if delta.metrics is not None:
-                usage.cached_tokens = max(usage.cached_tokens, delta.metrics.cached_prompt_tokens)
-                record.cached_tokens = usage.cached_tokens
-                record.finish_reason = delta.finish_reason
-                if record.first_token_time is None:
-                    record.first_token_time = delta.metrics.first_token_time
             record.output_tokens += len(delta.token_ids)
+            if delta.token_ids and record.first_token_time is None:
+                record.first_token_time = time.monotonic()
+            if delta.metrics is not None:
+                record.finish_reason = delta.finish_reason
+                # Samples after the first find the prompt that the first one has just computed.
+                if delta.index == 0:
+                    usage.cached_tokens = delta.metrics.cached_prompt_tokens
+                    record.cached_tokens += usage.cached_tokens
+                    record.metrics = record.metrics or delta.metrics
 
     def _time_out(self) -> None:
         # At once, and not when the error is sent: a client that reads nothing would keep it running.
@@ -118,6 +122,26 @@ class TrackedGeneration:
         self.generation.close()
 
 
+@contextlib.asynccontextmanager
+async def preparation(context: ServerContext, sequences: int) -> AsyncIterator[None]:
+    """Around all that comes before a request's generations begin: it counts as one in flight, and its time runs.
+
+    Raises:
+        ApiError: nothing is taken now (503), so many sequences never are (400), or the time is over (408).
+    """
+    context.check_admission(sequences)
+    record = current_record()
+    context.lifecycle.preparing += sequences
+    try:
+        seconds = record.deadline - time.monotonic()
+        async with asyncio.timeout(seconds if seconds < math.inf else None):
+            yield
+    except TimeoutError:
+        raise timed_out(f"the request took longer than the {record.time_allowed:g} s that it has") from None
+    finally:
+        context.lifecycle.preparing -= sequences
+
+
 def begin_generation(
     context: ServerContext,
     prompt: EncodedPrompt,
@@ -128,7 +152,7 @@ def begin_generation(
     may_shorten: bool = False,
     prompt_field: str = "prompt",
 ) -> TrackedGeneration:
-    """Hand a prompt to the engine.
+    """Hand a prompt to the engine, within a `preparation`.
 
     `may_shorten`: `max_tokens` is a default, and gives way to a long prompt. `prompt_field` is where the request has
     its prompt.
@@ -136,14 +160,16 @@ def begin_generation(
     Raises:
         ApiError: the engine takes nothing now (503), or can never serve this (400).
     """
-    context.check_admission()
+    record = current_record()
     # A client's own id may come again while the answer to its first use is still on the way out.
     request_id = f"{request_id}-{uuid.uuid4().hex[:12]}"
     if may_shorten and params.max_tokens is not None:
         room = context.engine.longest - len(prompt.token_ids)
         params = replace(params, max_tokens=max(params.min_tokens, 1, min(params.max_tokens, room)))
     try:
-        generation = context.engine.generate(prompt, params, request_id=request_id, cache_salt=cache_salt)
+        generation = context.engine.generate(
+            prompt, params, request_id=request_id, cache_salt=cache_salt, arrival_time=record.arrival or None
+        )
     except EngineDeadError:
         raise engine_dead() from None
     except ContextLengthError as error:
@@ -151,9 +177,9 @@ def begin_generation(
         raise from_pellucid(ContextLengthError(str(error), param)) from None
     except PellucidError as error:
         raise from_pellucid(error) from None
-    record = current_record()
+    record.params = record.params or params
     record.prompt_tokens += len(prompt.token_ids)
-    context.accounting.begin(request_id, len(prompt.token_ids), params.n)
+    context.accounting.begin(request_id, len(prompt.token_ids), params.n, record.arrival or time.monotonic())
     return TrackedGeneration(context, generation, record)
 
 

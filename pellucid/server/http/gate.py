@@ -136,7 +136,7 @@ class Gate:
                 client=scope["client"][0] if scope.get("client") else None,
             )
         if self._context.tracing is not None and record.prompt_tokens:
-            times = RequestMetrics(record.arrival, first_token_time=record.first_token_time, finish_time=now)
+            times = record.metrics or RequestMetrics(record.arrival, first_token_time=record.first_token_time)
             trace = RequestTrace(
                 request_id=record.request_id,
                 model=self._context.model_name,
@@ -144,6 +144,7 @@ class Gate:
                 path=path,
                 status=status,
                 duration_s=now - record.arrival,
+                params=record.params,
                 prompt_tokens=record.prompt_tokens,
                 output_tokens=record.output_tokens,
                 cached_tokens=record.cached_tokens,

@@ -30,10 +30,9 @@ class Accounting:
         self._metrics = metrics
         self._accounts: dict[str, dict[int, _Account]] = {}
 
-    def begin(self, request_id: str, prompt_tokens: int, samples: int) -> None:
-        """The engine was given a request."""
-        now = time.monotonic()
-        self._accounts[request_id] = {index: _Account(now, prompt_tokens) for index in range(samples)}
+    def begin(self, request_id: str, prompt_tokens: int, samples: int, arrival: float) -> None:
+        """The engine was given a request, which arrived at `arrival` (monotonic seconds)."""
+        self._accounts[request_id] = {index: _Account(arrival, prompt_tokens) for index in range(samples)}
         for _ in range(samples):
             self._metrics.request_started(prompt_tokens)
 

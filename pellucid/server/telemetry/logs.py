@@ -141,7 +141,11 @@ class _Formatter(logging.Formatter):
         given = getattr(record, "fields", None)
         if isinstance(given, Mapping):
             fields.update({str(key): value for key, value in given.items()})
-        trace = _cut(self.formatException(record.exc_info)) if record.exc_info and record.exc_info[0] else ""
+        # `exc_text` alone: a record of another process.
+        trace = record.exc_text or ""
+        if record.exc_info and record.exc_info[0]:
+            trace = self.formatException(record.exc_info)
+        trace = _cut(trace)
         return self.entry(_time(record.created), record, _cut(_message(record)), fields, trace)
 
     def entry(self, when: str, record: logging.LogRecord, message: str, fields: dict[str, Any], trace: str) -> str:

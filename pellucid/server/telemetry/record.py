@@ -6,6 +6,7 @@ import math
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 
+from pellucid.core import RequestMetrics, SamplingParams
 from pellucid.server.errors import ApiError
 
 
@@ -14,19 +15,21 @@ class RequestRecord:
     """Times are monotonic seconds. Tokens are 0 for requests that generate nothing.
 
     `deadline` is when the request must have ended, `time_allowed` how many seconds that was. `response_headers` are
-    added to the answer. `error` is what the client was told, be it as an answer or as a stream's last event.
+    added to the answer. `params` and `metrics` are those of the first sequence. `error` is what the client was told, be
+    it as an answer or as a stream's last event.
     """
 
     request_id: str = ""
     arrival: float = 0.0
     deadline: float = math.inf
     time_allowed: float = math.inf
-    model: str = ""
     prompt_tokens: int = 0
     output_tokens: int = 0
     cached_tokens: int = 0
     first_token_time: float | None = None
     finish_reason: str | None = None
+    params: SamplingParams | None = None
+    metrics: RequestMetrics | None = None
     error: ApiError | None = None
     response_headers: dict[str, str] = field(default_factory=dict)
 

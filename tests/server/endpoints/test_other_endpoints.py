@@ -183,3 +183,39 @@ def test_request_ids_come_back(demo_server: RunningServer) -> None:
     assert named.headers["X-Request-Id"] == "abc-123"
     odd = demo_server.get("/version", headers={"X-Request-Id": "a b\x85"})
     assert odd.headers["X-Request-Id"] not in ("", "a b\x85")
+
+
+def test_samples_after_the_first_do_not_count_its_prompt_as_cached(demo_server: RunningServer) -> None:
+    question = "Tell me, if you can, how a lighthouse is built, and who kept its light in the old days. " * 8
+    usage = demo_server.chat(question, n=3, max_tokens=2, cache_salt="n samples").json["usage"]
+    assert usage["prompt_tokens"] > 128
+    assert usage["prompt_tokens_details"]["cached_tokens"] == 0
+
+
+def test_more_sequences_than_the_server_ever_takes_are_a_400_and_start_nothing(demo_server: RunningServer) -> None:
+    before = demo_server.metric("pellucid:request_success_total")
+    answer = demo_server.post("/v1/completions", {"prompt": ["x"] * 600, "n": 3, "max_tokens": 1})
+    assert (answer.status, answer.json["error"]["param"]) == (400, "n")
+    assert "1040" in answer.json["error"]["message"]
+    assert demo_server.metric("pellucid:request_success_total") == before
+
+
+def test_a_prompt_that_does_not_fit_refuses_its_siblings_as_well_and_not_as_disconnects(
+    demo_server: RunningServer,
+) -> None:
+    gone = demo_server.metric("pellucid:request_aborted_total", reason="client_disconnected")
+    answer = demo_server.post("/v1/completions", {"prompt": ["hi", "x " * 3000], "max_tokens": 4})
+    assert answer.status == 400
+    assert answer.json["error"]["code"] == "context_length_exceeded"
+    assert answer.json["error"]["param"] == "prompt"
+    assert "maximum context length is" in answer.json["error"]["message"]
+    assert demo_server.metric("pellucid:request_aborted_total", reason="client_disconnected") == gone
+    assert demo_server.metric("pellucid:num_requests_running") == 0
+    chat = demo_server.chat("x " * 3000)
+    assert (chat.json["error"]["param"], chat.json["error"]["code"]) == ("messages", "context_length_exceeded")
+
+
+def test_a_base_url_without_v1_is_pointed_out(demo_server: RunningServer) -> None:
+    answer = demo_server.post("/chat/completions", {"messages": []})
+    assert answer.status == 404
+    assert "/v1/chat/completions" in answer.json["error"]["message"]
