@@ -6,8 +6,9 @@ Imports nothing of the package and no torch, so that `import pellucid` stays ins
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Iterable, Mapping
+from copy import copy
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 FinishReason = Literal["stop", "length", "abort"]
@@ -17,6 +18,10 @@ MAX_INT = 2**63 - 1
 
 MAX_LOGPROBS = 64
 """Most alternatives per position that `logprobs` may ask for."""
+
+MAX_STOP_STRINGS = 16
+MAX_STOP_CHARS = 1024
+"""Most stop strings of a request, and the characters that each may have: every character is a state to keep."""
 
 
 class PellucidError(Exception):
@@ -104,6 +109,7 @@ class SamplingParams:
 
     `temperature=0` is greedy. `top_k=0` (or -1) and `top_p=1` are off. `max_tokens=None` means up to the
     context length, the default is vLLM's. `seed` makes a request reproducible whatever it is batched with.
+    Token ids given twice count once. There are at most `MAX_STOP_STRINGS` stop strings of `MAX_STOP_CHARS` characters.
     With `structured_outputs`, `min_tokens` and `ignore_eos` put off the end only while the output's form lets it go on.
 
     Raises:
@@ -133,13 +139,13 @@ class SamplingParams:
     structured_outputs: StructuredOutputs | None = None
 
     def __post_init__(self) -> None:
-        for name in ("stop", "stop_token_ids"):
-            value: Any = getattr(self, name)
-            # None, or one stop string without its tuple, as OpenAI's API allows.
-            object.__setattr__(self, name, (value,) if isinstance(value, str) else tuple(value or ()))
+        stop: Any = self.stop
+        # None, or one stop string without its tuple, as OpenAI's API allows.
+        object.__setattr__(self, "stop", (stop,) if isinstance(stop, str) else tuple(stop or ()))
+        object.__setattr__(self, "stop_token_ids", _distinct(self.stop_token_ids or (), "stop_token_ids"))
         object.__setattr__(self, "logit_bias", dict(self.logit_bias or {}))
         if self.allowed_token_ids is not None:
-            object.__setattr__(self, "allowed_token_ids", tuple(self.allowed_token_ids))
+            object.__setattr__(self, "allowed_token_ids", _distinct(self.allowed_token_ids, "allowed_token_ids"))
         # -1 is vLLM's other way to say "all".
         if self.top_k == -1:
             object.__setattr__(self, "top_k", 0)
@@ -156,8 +162,7 @@ class SamplingParams:
             raise InvalidRequestError(
                 f"min_tokens ({self.min_tokens}) is above max_tokens ({self.max_tokens})", "min_tokens"
             )
-        if any(not s for s in self.stop):
-            raise InvalidRequestError("stop strings must not be empty", "stop")
+        _check_stop_strings(self.stop)
         for token_id, bias in self.logit_bias.items():
             # Minus infinity bans a token; plus infinity would leave the others no probability to speak of.
             if not _is_number(bias, float) or bias == math.inf:
@@ -183,7 +188,11 @@ class SamplingParams:
         """The parameters of the `index`-th of `n` samples: n=1, a seed of its own if seeded, the prompt scored once."""
         # Seeds are 64 bits and wrap around.
         seed = None if self.seed is None else (self.seed + index + MAX_INT + 1) % 2**64 - MAX_INT - 1
-        return replace(self, n=1, seed=seed, prompt_logprobs=None if index else self.prompt_logprobs)
+        sample = copy(self)
+        # Not `replace`, which would check, and copy, long lists of ids for every sample.
+        for name, value in (("n", 1), ("seed", seed), ("prompt_logprobs", None if index else self.prompt_logprobs)):
+            object.__setattr__(sample, name, value)
+        return sample
 
 
 _RANGES: tuple[tuple[str, type, float, float], ...] = (
@@ -207,6 +216,26 @@ def _is_number(value: Any, kind: type) -> bool:
     if isinstance(value, bool) or not isinstance(value, int if kind is int else (int, float)):
         return False
     return isinstance(value, int) or not math.isnan(value)
+
+
+def _distinct(token_ids: Iterable[int], param: str) -> tuple[int, ...]:
+    """In the order given. Whether they are ids of the vocabulary is for `check_vocabulary` to say."""
+    try:
+        return tuple(dict.fromkeys(token_ids))
+    except TypeError:
+        raise InvalidRequestError(f"{param}: token ids are a list of integers", param) from None
+
+
+def _check_stop_strings(stops: tuple[str, ...]) -> None:
+    if not all(isinstance(stop, str) for stop in stops):
+        raise InvalidRequestError("stop strings must be text", "stop")
+    if not all(stops):
+        raise InvalidRequestError("stop strings must not be empty", "stop")
+    if len(stops) > MAX_STOP_STRINGS:
+        raise InvalidRequestError(f"stop may have {MAX_STOP_STRINGS} strings, got {len(stops)}", "stop")
+    longest = max(map(len, stops), default=0)
+    if longest > MAX_STOP_CHARS:
+        raise InvalidRequestError(f"a stop string may have {MAX_STOP_CHARS} characters, got {longest}", "stop")
 
 
 def check_token_id(token_id: int, vocab_size: int, param: str) -> None:

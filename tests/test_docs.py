@@ -1,7 +1,11 @@
-"""Docs are tested: every `path::symbol` exists, every flag is listed, the README's commands are the Makefile's."""
+"""Docs are tested: every `path::symbol` exists, every flag is listed, the README's commands are the Makefile's.
+
+Docstrings too: the modules that they name exist.
+"""
 
 from __future__ import annotations
 
+import ast
 import importlib
 import re
 from pathlib import Path
@@ -14,6 +18,13 @@ from pellucid.cli.main import COMMANDS, cli
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 SYMBOL = re.compile(r"`(pellucid/[\w/]+)\.py::([\w.]+)`")
+PACKAGE = ROOT / "pellucid"
+FOLDERS = "|".join(sorted(path.parent.name for path in PACKAGE.glob("*/__init__.py")))
+MODULE = re.compile(rf"`(?:pellucid\.)?((?:{FOLDERS})\.[a-z_]\w*(?:\.\w+)*)`")
+# Begin like modules, and are a file's name and keys of GGUF.
+NOT_MODULES = ("tokenizer.json", "tokenizer.ggml.")
+# Names in files that are being edited: empty it with them.
+BEING_EDITED = {("pellucid/server/protocol/sampling_fields.py", "server.sampling")}
 FLAGS_PAGE = ROOT / "docs" / "flags.md"
 
 
@@ -36,6 +47,33 @@ def test_there_are_symbols_to_check() -> None:
 def test_linked_files_exist(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
         assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def exists(name: str) -> bool:
+    """Is it a module or folder of the package, or a top-level name in one? Found without importing: some need a GPU."""
+    parts = name.split(".")
+    for length in range(len(parts), 0, -1):
+        path = PACKAGE.joinpath(*parts[:length])
+        source = path.with_suffix(".py") if path.with_suffix(".py").exists() else path / "__init__.py"
+        if source.exists():
+            rest = parts[length:]
+            return not rest or bool(re.search(rf"^(?:def |class |async def )?{rest[0]}\b", source.read_text(), re.M))
+    return False
+
+
+def named_modules() -> list[tuple[str, str]]:
+    """(file, dotted name) of every module that a module's docstring names."""
+    found = []
+    for path in sorted(PACKAGE.rglob("*.py")):
+        names = MODULE.findall(ast.get_docstring(ast.parse(path.read_text())) or "")
+        found += [(str(path.relative_to(ROOT)), name) for name in names if not name.startswith(NOT_MODULES)]
+    return found
+
+
+def test_modules_that_docstrings_name_exist() -> None:
+    named = named_modules()
+    assert len(named) > 30
+    assert {found for found in named if not exists(found[1])} <= BEING_EDITED
 
 
 def render_flags() -> str:

@@ -22,7 +22,7 @@ class Grammars:
             self._compiler.prepare()
 
     def compile(self, outputs: StructuredOutputs) -> Constraint:
-        """See `GrammarCompiler.compile`.
+        """See `GrammarCompiler.compile`. Samples of one request, and equal requests, share the compilation.
 
         Raises:
             InvalidRequestError: it can't be followed, or the model came without a tokenizer.

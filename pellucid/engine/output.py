@@ -16,7 +16,7 @@ from pellucid.core import (
 )
 from pellucid.engine.step_output import StepOutput
 from pellucid.tokenizer.detokenizer import IncrementalDetokenizer
-from pellucid.tokenizer.stop_strings import StopStringMatcher
+from pellucid.tokenizer.stop_strings import StopAutomaton, StopStringMatcher
 from pellucid.tokenizer.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -51,10 +51,12 @@ class OutputBuilder:
         index: int,
         tokenizer: Tokenizer | None,
         *,
+        stops: StopAutomaton,
         continues_text: bool,
         group_id: str | None = None,
     ) -> None:
-        """`continues_text`: the prompt was text, and the output goes on where it ends. `group_id` is for the deltas."""
+        """`stops`: of the request's stop strings, shared by its samples. `continues_text`: the prompt was text, and the
+        output goes on where it ends. `group_id` is for the deltas."""
         params = request.params
         self.request, self.index = request, index
         self._group_id = request.request_id if group_id is None else group_id
@@ -63,7 +65,7 @@ class OutputBuilder:
             self._detokenizer = IncrementalDetokenizer(
                 tokenizer, params.skip_special_tokens, continues_text=continues_text
             )
-        self._stops = StopStringMatcher(params.stop, params.include_stop_str_in_output)
+        self._stops = StopStringMatcher(stops, params.include_stop_str_in_output)
         self.token_ids: list[int] = []
         self.logprobs: list[TokenLogprobs] = []
         self.prompt_logprobs: list[TokenLogprobs] = []

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from pellucid.core import InvalidRequestError, Request, RequestOutput, TokenLogprobs
 from pellucid.engine.output import OutputBuilder, TextDelta
 from pellucid.engine.step_output import StepOutput
+from pellucid.tokenizer.stop_strings import StopAutomaton
 from pellucid.tokenizer.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -68,8 +69,11 @@ class OutputProcessor:
         members = [
             replace(request, request_id=f"{group_id}#{index}", params=params.single(index)) for index in range(params.n)
         ]
+        stops = StopAutomaton(params.stop)
         builders = [
-            OutputBuilder(member, index, self._tokenizer, continues_text=prompt is not None, group_id=group_id)
+            OutputBuilder(
+                member, index, self._tokenizer, stops=stops, continues_text=prompt is not None, group_id=group_id
+            )
             for index, member in enumerate(members)
         ]
         first = 1 if self._shares_prompts else len(members)

@@ -16,10 +16,12 @@ from pellucid.step_plan import SchedulerStats, SequenceUpdate, StepPlan
 class Worker:
     """One rank: plans, runs and commits steps. A request is known to scheduler and runner or to neither.
 
-    `compile_constraint` makes a request's grammar; None where structured outputs can't be had.
+    `compile_constraint` makes the constraint of one sample, and is quick for a form that it has seen; None where
+    structured outputs can't be had.
 
     Attributes:
         last_step_tokens: tokens that the latest step computed.
+        dropped: the requests that the latest step which raised has ended.
     """
 
     def __init__(
@@ -32,6 +34,7 @@ class Worker:
         self._compile_constraint = compile_constraint
         self._scheduled: dict[str, float] = {}
         self.last_step_tokens = 0
+        self.dropped: tuple[str, ...] = ()
 
     def add_request(self, request: Request) -> None:
         """Raises InvalidRequestError, and keeps nothing, when the request can never be served."""
@@ -129,6 +132,7 @@ class Worker:
 
     def _drop(self, plan: StepPlan) -> None:
         """End the requests of a step that gave no result, and free their pages."""
+        self.dropped = tuple(row.request_id for row in plan.scheduled)
         for row in plan.scheduled:
             self.abort(row.request_id)
         self._scheduler.commit(plan, dict.fromkeys((row.request_id for row in plan.scheduled), 0))

@@ -7,7 +7,7 @@ request's tokens never depend on what it is batched with.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
@@ -40,6 +40,40 @@ class Constraint(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class TokenRules:
+    """What a request says of single tokens, as tensors on the device of its logits.
+
+    `forbidden`: [vocab] booleans, None where every token is allowed. `bias` [k] belongs to the ids `biased` [k].
+    `eos` are the request's end tokens, `ends` all that would end it.
+    """
+
+    forbidden: torch.Tensor | None
+    biased: torch.Tensor
+    bias: torch.Tensor
+    eos: torch.Tensor
+    ends: torch.Tensor
+
+    @classmethod
+    def of(cls, request: Request, logits: torch.Tensor) -> TokenRules:
+        """For logits [vocab]."""
+        import torch
+
+        params, device = request.params, logits.device
+
+        def ids(token_ids: Iterable[int]) -> torch.Tensor:
+            return torch.tensor(list(token_ids), dtype=torch.long, device=device)
+
+        forbidden = None
+        if params.allowed_token_ids is not None:
+            forbidden = torch.ones(logits.shape[-1], dtype=torch.bool, device=device)
+            forbidden[ids(params.allowed_token_ids)] = False
+        bias = torch.tensor(list(params.logit_bias.values()), dtype=logits.dtype, device=device)
+        eos = () if params.ignore_eos else request.eos_token_ids
+        ends = ids({*eos, *params.stop_token_ids})
+        return cls(forbidden, ids(params.logit_bias), bias, ids(request.eos_token_ids), ends)
+
+
 @dataclass(slots=True)
 class SamplingState:
     """What sampling needs to know of one request: its parameters, its seed, its tokens so far."""
@@ -49,6 +83,13 @@ class SamplingState:
     constraint: Constraint | None = None
     output_token_ids: list[int] = field(default_factory=list)
     output_counts: Counter[int] = field(default_factory=Counter)
+    _rules: TokenRules | None = field(default=None, init=False, repr=False)
+
+    def rules(self, logits: torch.Tensor) -> TokenRules:
+        """Made from the first logits [vocab], and kept: the lists behind them may be as long as the vocabulary."""
+        if self._rules is None:
+            self._rules = TokenRules.of(self.request, logits)
+        return self._rules
 
     @property
     def params(self) -> SamplingParams:
@@ -161,23 +202,19 @@ def _rewrite(logits: torch.Tensor, state: SamplingState) -> torch.Tensor:
     """Bans, bias and penalties, in vLLM's order; a new [vocab] tensor. Raises PellucidError if the constraint does."""
     import torch
 
-    params = state.params
+    params, rules = state.params, state.rules(logits)
     given, logits = logits, logits.clone()
-    if params.allowed_token_ids is not None:
-        allowed = list(params.allowed_token_ids)
-        kept = torch.full_like(logits, float("-inf"))
-        kept[allowed] = logits[allowed]
-        logits = kept
-    for token_id, bias in params.logit_bias.items():
-        logits[token_id] += bias
+    if rules.forbidden is not None:
+        logits.masked_fill_(rules.forbidden, float("-inf"))
+    if params.logit_bias:
+        logits[rules.biased] += rules.bias
     permitted = None if state.constraint is None else _unpack(state.constraint.allowed(), logits)
     if permitted is not None:
         logits.masked_fill_(~permitted, float("-inf"))
         if params.ignore_eos:
-            logits[list(state.request.eos_token_ids)] = float("-inf")
+            logits[rules.eos] = float("-inf")
     if state.bans_end:
-        eos = () if params.ignore_eos else state.request.eos_token_ids
-        logits[list({*eos, *params.stop_token_ids})] = float("-inf")
+        logits[rules.ends] = float("-inf")
     if params.repetition_penalty != 1.0:
         seen = torch.tensor(sorted({*state.request.prompt_token_ids, *state.output_counts}), device=logits.device)
         values = logits[seen]

@@ -36,7 +36,7 @@ class ServeArgs:
     )
     api_key_file: str | None = _flag(None, str, "File with one key a line, read again when it changes.")
     max_num_queued_reqs: int = _flag(1024, int, "Requests that may wait beyond --max-num-seqs; more get 503.")
-    max_body_mb: float = _flag(32.0, float, "Largest request body, in MB.")
+    max_body_mb: float = _flag(8.0, float, "Largest request body, in MB.")
     max_header_kb: float = _flag(64.0, float, "Largest request head, in KB.")
     request_timeout: float = _flag(3600.0, float, "Seconds a request may take; X-Request-Timeout may ask for less.")
     drain_timeout: float = _flag(30.0, float, "Seconds that running requests get to finish after SIGTERM.")

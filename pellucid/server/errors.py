@@ -1,6 +1,7 @@
 """What the server answers when it cannot serve: `ApiError`, its constructors, its two bodies.
 
-Endpoints raise it, `app` turns it into a response; a stream that has begun sends its body as the last event.
+Endpoints raise it, `server.http.gate` turns it into a response; a stream that has begun sends its body as the last
+event.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ probe, not by the model's name.
 from __future__ import annotations
 
 import json
+import uuid
 from collections.abc import Collection, Mapping, Sequence
 from datetime import datetime
 from functools import cached_property
@@ -56,12 +57,33 @@ class ChatTemplate:
         Raises:
             InvalidRequestError: malformed messages, or the template refuses them; its message is quoted.
         """
-        prepared = [self._prepare(message, index) for index, message in enumerate(messages)]
-        try:
-            return self._render(prepared, tools, add_generation_prompt, kwargs)
-        except _failures() as error:
-            reason = str(error) or type(error).__name__
-            raise InvalidRequestError(f"the chat template refuses these messages: {reason}", "messages") from error
+        return self._render_prepared(self._prepare_all(messages), tools, add_generation_prompt, kwargs)
+
+    def render_unfinished(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None, **kwargs: Any
+    ) -> str:
+        """The prompt text up to the end of the last message's text, as the template writes it: trimmed if it trims.
+
+        Raises:
+            InvalidRequestError: as `render`; or the last message has no text, or the template does not show it.
+        """
+        prepared = self._prepare_all(messages)
+        # A search for the text itself might find it elsewhere: "im" stands in <|im_end|> too.
+        end = uuid.uuid4().hex
+        given, marked = _append_text(prepared[-1] if prepared else {}, end)
+        text, found, _ = self._render_prepared([*prepared[:-1], marked], tools, False, kwargs).rpartition(end)
+        if found and given != given.rstrip():
+            # The mark keeps white space before it from being trimmed; without it, what survives is seen.
+            plain, length = self._render_prepared(prepared, tools, False, kwargs), len(text.rstrip())
+            found = found if plain.startswith(text[:length]) else ""
+            while text[length : length + 1] == plain[length : length + 1] != "":
+                length += 1
+            text = text[:length]
+        if not found:
+            raise InvalidRequestError(
+                "continue_final_message needs a last message whose text the chat template writes as it is", "messages"
+            )
+        return text
 
     def find_end_of_turn(self, tokens: Collection[str]) -> str | None:
         """The one of `tokens` that the template writes right after an assistant's turn, or None."""
@@ -70,6 +92,9 @@ class ChatTemplate:
         following = rest.lstrip()
         candidates = [token for token in tokens if token.strip() and following.startswith(token)]
         return max(candidates, key=len) if found and candidates else None
+
+    def _prepare_all(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        return [self._prepare(message, index) for index, message in enumerate(messages)]
 
     def _prepare(self, message: Mapping[str, Any], index: int) -> dict[str, Any]:
         """One message as the template wants it."""
@@ -141,6 +166,19 @@ class ChatTemplate:
             return self._render(messages, None, False, {})
         except _failures():
             return ""
+
+    def _render_prepared(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Any] | None,
+        add_generation_prompt: bool,
+        extra: dict[str, Any],
+    ) -> str:
+        try:
+            return self._render(messages, tools, add_generation_prompt, extra)
+        except _failures() as error:
+            reason = str(error) or type(error).__name__
+            raise InvalidRequestError(f"the chat template refuses these messages: {reason}", "messages") from error
 
     def _render(
         self, messages: Sequence[Any], tools: Sequence[Any] | None, add_generation_prompt: bool, extra: dict[str, Any]
@@ -221,6 +259,17 @@ def _text_of_part(part: Any, index: int) -> str:
     raise InvalidRequestError(
         f"messages[{index}].content has a part of type {kind!r}; only text parts are supported", "messages"
     )
+
+
+def _append_text(message: Mapping[str, Any], text: str) -> tuple[str, dict[str, Any]]:
+    """(the last text of a prepared message, the message with `text` at its end)."""
+    content = message.get("content")
+    if isinstance(content, str):
+        return content, {**message, "content": content + text}
+    if content:
+        *before, last = content
+        return last["text"], {**message, "content": [*before, {**last, "text": last["text"] + text}]}
+    raise InvalidRequestError("continue_final_message needs a last message that has text", "messages")
 
 
 def _parse_arguments(call: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Keeps users from writing control tokens: `ControlTokenShield`, used by `Tokenizer` on prompts and on chat messages.
+"""Keeps users from writing control tokens: `ControlTokenShield`, used by `Tokenizer` on prompts and on chats.
 
 A control token in user text is spoiled with a mark after each character, so that the encoder does not see it, and
 an encoder that removes marks afterwards cuts and encodes the text as ordinary text, all in one pass.
@@ -6,6 +6,7 @@ an encoder that removes marks afterwards cuts and encodes the text as ordinary t
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
@@ -38,19 +39,44 @@ class ControlTokenShield:
     def spoil_messages(self, messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
         """Chat messages, with whatever comes from outside spoiled: content, name, call id, even an invented role."""
         return [
-            message if isinstance(message, Mapping) and message.get("role") in _TRUSTED_ROLES else self._spoil(message)
+            message
+            if isinstance(message, Mapping) and message.get("role") in _TRUSTED_ROLES
+            else self.spoil_value(message)
             for message in messages
         ]
 
-    def _spoil(self, value: Any) -> Any:
-        """`spoil` on every text inside lists and objects."""
+    def spoil_value(self, value: Any) -> Any:
+        """A copy of `value` with every text inside lists and objects spoiled, names of members included.
+
+        Raises:
+            RecursionError: `value` is nested too deeply.
+        """
         if isinstance(value, str):
             return self.spoil(value)
         if isinstance(value, Mapping):
-            return {key: self._spoil(inner) for key, inner in value.items()}
+            return {
+                self.spoil(key) if isinstance(key, str) else key: self.spoil_value(inner)
+                for key, inner in value.items()
+            }
         if isinstance(value, list | tuple):
-            return [self._spoil(inner) for inner in value]
+            return [self.spoil_value(inner) for inner in value]
         return value
+
+    def restore_marks(self, text: str) -> str:
+        """`text` of a template that wrote marks as escapes, as ASCII JSON and Python's `repr` do, with real ones."""
+        if json.dumps(MARK)[1:-1] not in text:
+            return text
+        mark = re.compile(_escape_pattern(MARK))
+        return self._escaped.sub(lambda match: mark.sub(MARK, match.group()), text)
+
+    @cached_property
+    def _escaped(self) -> re.Pattern[str]:
+        """A spoiled control token whose marks were escaped, and perhaps its other characters too."""
+        mark = _escape_pattern(MARK)
+        spellings = (
+            "".join(f"(?:{re.escape(char)}|{_escape_pattern(char)}){mark}" for char in token) for token in self._control
+        )
+        return re.compile("|".join(spellings) or r"(?!)")
 
     @cached_property
     def backend(self) -> Backend:
@@ -81,3 +107,8 @@ class ControlTokenShield:
             ]
         )
         return shielded
+
+
+def _escape_pattern(char: str) -> str:
+    """Matches `char` as ASCII JSON has it; JSON inside JSON doubles the backslashes. Linear in a run of these."""
+    return re.escape(json.dumps(char)[1:-1]).replace(r"\\", r"(?<!\\)\\+")

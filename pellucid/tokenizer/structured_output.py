@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import json
 import re
+import threading
+from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from itertools import takewhile
@@ -25,6 +27,8 @@ from pellucid.tokenizer.tokenizer import Tokenizer
 
 COMPILE_TIMEOUT_S = 2.0
 """In this process; the guard takes half of it."""
+MAX_COMPILED = 32
+"""Compiled grammars that a compiler keeps; a large one takes megabytes."""
 MAX_TOKEN_BYTES = 1000
 """llguidance's index of the vocabulary has no room for longer tokens; a constrained output goes without them."""
 
@@ -77,6 +81,9 @@ def check_grammar(grammar: str) -> None:
 class GrammarCompiler:
     """Makes constraints over one vocabulary. Thread-safe. Takes half a second to make for a large vocabulary.
 
+    The grammars that were asked for last stay compiled, so that the samples of a request, and requests that ask for the
+    same, cost one compilation.
+
     Added tokens with a symbol in them (control tokens, `<think>`, `<tool_call>`) are no text: none stands in a JSON
     string, or where a regular expression matches; what looks like one there is spelled with ordinary tokens. A grammar
     has one where it names it, as `<tool_call>` or within a literal of a rule: `"<tool_call>{"`.
@@ -104,6 +111,8 @@ class GrammarCompiler:
         self._text_bits = _bits(i for i in range(size) if i not in special)
         self._end_bits = _bits(self._ends)
         self._guard = GrammarGuard(self._tokens, sorted(self._ends))
+        self._compiled: OrderedDict[StructuredOutputs, Constraint] = OrderedDict()
+        self._lock = threading.Lock()
 
     def check(self, outputs: StructuredOutputs) -> None:
         """Refuse what `compile` would, at no risk: another process compiles it. Takes a millisecond or two, as a rule.
@@ -118,11 +127,24 @@ class GrammarCompiler:
             raise refusal(_reason(message))
 
     def compile(self, outputs: StructuredOutputs) -> Constraint:
-        """A constraint for one output.
+        """A constraint for one output, at its beginning.
 
         Raises:
             InvalidRequestError: it is malformed, too large, asks for what is not supported, or nothing satisfies it.
         """
+        with self._lock:
+            if outputs in self._compiled:
+                self._compiled.move_to_end(outputs)
+                return self._compiled[outputs].copy()
+        constraint = self._build(outputs)
+        with self._lock:
+            self._compiled[outputs] = constraint
+            if len(self._compiled) > MAX_COMPILED:
+                self._compiled.popitem(last=False)
+            # What is kept goes nowhere: it is there to be copied.
+            return constraint.copy()
+
+    def _build(self, outputs: StructuredOutputs) -> Constraint:
         grammar, named = lark.spell_tokens(to_lark(outputs), self._parts_of)
         vocabulary = self._vocabulary
 
@@ -180,6 +202,12 @@ class Constraint:
         self._matcher, self._bits = matcher, first
         self._inside, self._end_bits, self._ends = inside, end_bits, ends
         self._finished = False
+
+    def copy(self) -> Constraint:
+        """Another output at the same place, which goes its own way from here."""
+        other = Constraint(self._matcher.deep_copy(), self._bits, self._inside, self._end_bits, self._ends)
+        other._finished = self._finished
+        return other
 
     @property
     def finished(self) -> bool:

@@ -138,8 +138,9 @@ class Tokenizer:
     ) -> list[int]:
         """The prompt ids of a chat. The template writes BOS itself, so none is added.
 
-        Control tokens spelled by a user or a tool are ordinary text unless `allow_special_in_content`; system and
-        assistant messages are the operator's and the model's own, and keep theirs.
+        Control tokens spelled by a user or a tool, in definitions of tools or in `kwargs` are ordinary text unless
+        `allow_special_in_content`; system and assistant messages are the operator's and the model's own, and keep
+        theirs.
 
         Raises:
             InvalidRequestError: there is no template, or it refuses the messages.
@@ -167,16 +168,23 @@ class Tokenizer:
         """The prompt of a chat as text and as ids; see `apply_chat_template`.
 
         With `continue_final_message` the prompt ends where the last message's text ends, so that the model goes on
-        with it.
+        with it; see `ChatTemplate.render_unfinished`.
 
         Raises:
             InvalidRequestError: there is no template, it refuses the messages, or it does not show the last one.
         """
         if not allow_special_in_content:
-            messages = self._shield.spoil_messages(messages)
-        text = self.render_chat(messages, tools, add_generation_prompt and not continue_final_message, **kwargs)
+            try:
+                messages = self._shield.spoil_messages(messages)
+                tools, kwargs = self._shield.spoil_value(tools), self._shield.spoil_value(kwargs)
+            except RecursionError:
+                raise InvalidRequestError("the messages or tools are nested too deeply", "messages") from None
         if continue_final_message:
-            text = _cut_after_final_message(text, messages)
+            text = self._template.render_unfinished(messages, tools, **kwargs)
+        else:
+            text = self.render_chat(messages, tools, add_generation_prompt, **kwargs)
+        if not allow_special_in_content:
+            text = self._shield.restore_marks(text)
         return text, self._encode(self._shield.backend if MARK in text else self._backend, text)
 
     @property
@@ -225,15 +233,3 @@ class Tokenizer:
         if match := _BYTE_TOKEN.fullmatch(spelling):
             return bytes([int(match.group(1), 16)])
         return spelling.replace("\u2581", " ").encode("utf-8")
-
-
-def _cut_after_final_message(text: str, messages: Sequence[Mapping[str, Any]]) -> str:
-    content = messages[-1].get("content") if messages else None
-    # Templates trim; what they trimmed can't be asked for.
-    shown = content.strip() if isinstance(content, str) else ""
-    start = text.rfind(shown) if shown else -1
-    if start < 0:
-        raise InvalidRequestError(
-            "continue_final_message needs a last message whose text the chat template writes as it is", "messages"
-        )
-    return text[: start + len(shown)]

@@ -5,13 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from pellucid import LLM, SamplingParams
+from pellucid import LLM, InvalidRequestError, SamplingParams
 from pellucid.core import CompletionOutput, Request
+from pellucid.engine import output_processor
 from pellucid.engine.output import OutputBuilder
+from pellucid.engine.output_processor import OutputProcessor
 from pellucid.engine.step_output import StepOutput
+from pellucid.tokenizer.stop_strings import StopAutomaton
 from pellucid.tokenizer.tokenizer import Tokenizer
 from tests.engine.tiny import MakeLLM
 
@@ -117,6 +121,38 @@ def test_a_stop_string_ends_one_sample_and_leaves_the_others(letters: tuple[int,
     assert {one.finish_reason for one in found.outputs} == {"stop", "length"}
 
 
+def test_the_samples_of_a_request_share_one_automaton_of_its_stop_strings(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+    monkeypatch.setattr(
+        output_processor, "StopAutomaton", lambda stops: made.append(tuple(stops)) or StopAutomaton(stops)
+    )
+    processor = OutputProcessor(None, shares_prompts=False)
+    assert len(processor.add(Request("r", (5,), SamplingParams(n=64, stop=("a", "b"))), None)) == 64
+    assert made == [("a", "b")]
+
+
+@pytest.mark.parametrize(
+    ("stop", "message"),
+    [
+        (["a"] * 17, "16 strings"),
+        ("a" * 1025, "1024 characters"),
+        (["a", "é" * 1025], "1024 characters"),
+        (["a", 5], "must be text"),
+        (["a", ""], "must not be empty"),
+    ],
+    ids=["many", "long", "one long", "a number", "empty"],
+)
+def test_too_many_or_too_long_stop_strings_are_refused(stop: Any, message: str) -> None:
+    with pytest.raises(InvalidRequestError, match=message) as refused:
+        SamplingParams(stop=stop)
+    assert refused.value.param == "stop"
+
+
+def test_as_many_and_as_long_stop_strings_as_may_be_are_taken() -> None:
+    stops = tuple(chr(97 + index) + "é" * 1023 for index in range(16))
+    assert SamplingParams(stop=stops).stop == stops
+
+
 @pytest.mark.parametrize("include", [False, True])
 def test_a_stop_token_ends_with_its_id_and_its_text_is_shown_only_if_asked_for(
     include: bool, letters: tuple[int, ...], tokenizer: Tokenizer, make_llm: MakeLLM
@@ -198,7 +234,8 @@ def test_a_stop_string_that_straddles_tokens_is_cut_out_whole(
     cuts = [list(deltas), list(characters), [characters], [characters[:3], characters[3:]]]
     for texts in cuts:
         request = Request("r", (0,), SamplingParams(stop=stops))
-        builder = OutputBuilder(request, 0, Spelling(texts), continues_text=False)  # type: ignore[arg-type]
+        tokenizer: Any = Spelling(texts)
+        builder = OutputBuilder(request, 0, tokenizer, stops=StopAutomaton(stops), continues_text=False)
         shown = []
         for token_id in range(len(texts)):
             last = token_id == len(texts) - 1

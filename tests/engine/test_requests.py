@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +112,39 @@ def test_the_ids_of_case_c09_are_judged_by_the_vocabulary() -> None:
             SamplingParams(**arguments).check_vocabulary(vocabulary)  # type: ignore[arg-type]
         assert refused.value.param == param
     SamplingParams(stop_token_ids=(129279,)).check_vocabulary(vocabulary)
+
+
+def test_token_ids_given_twice_count_once() -> None:
+    ids = [5, 3, 5, 4, 3] * 1000
+    params = SamplingParams(stop_token_ids=ids, allowed_token_ids=ids)  # type: ignore[arg-type]
+    assert params.stop_token_ids == params.allowed_token_ids == (5, 3, 4)
+    params.check_vocabulary(6)
+    for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
+        more_than_there_are: dict[str, Any] = {name: dict.fromkeys(range(7), 1.0)}
+        with pytest.raises(InvalidRequestError) as refused:
+            SamplingParams(**more_than_there_are).check_vocabulary(6)
+        assert refused.value.param == name
+
+
+@pytest.mark.parametrize("name", ["stop_token_ids", "allowed_token_ids"])
+@pytest.mark.parametrize("ids", [5, [[5]], [{}]], ids=str)
+def test_what_is_no_list_of_token_ids_is_refused(name: str, ids: Any) -> None:
+    given: dict[str, Any] = {name: ids}
+    with pytest.raises(InvalidRequestError) as refused:
+        SamplingParams(**given)
+    assert refused.value.param == name
+
+
+def test_samples_share_the_lists_of_their_request() -> None:
+    params = SamplingParams(
+        n=3, seed=4, allowed_token_ids=range(900), stop_token_ids=range(9), logit_bias={5: 1.0}, prompt_logprobs=1  # type: ignore[arg-type]
+    )  # fmt: skip
+    samples = [params.single(index) for index in range(3)]
+    assert samples == [replace(params, n=1, seed=4 + i, prompt_logprobs=None if i else 1) for i in range(3)]
+    assert params.n == 3
+    for sample in samples:
+        for name in ("allowed_token_ids", "stop_token_ids", "logit_bias"):
+            assert getattr(sample, name) is getattr(params, name)
 
 
 def test_the_last_row_of_the_vocabulary_may_be_named_everywhere(make_llm: MakeLLM) -> None:

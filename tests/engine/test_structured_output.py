@@ -13,6 +13,7 @@ import pytest
 from pellucid import InvalidRequestError, SamplingParams
 from pellucid.core import CompletionOutput, PellucidError, StructuredOutputs
 from pellucid.engine.engine import DebugModes
+from pellucid.tokenizer import structured_output
 from tests.engine.tiny import MakeLLM, assert_idle
 
 EOS = 1
@@ -98,6 +99,19 @@ def test_samples_of_one_prompt_each_follow_the_form_on_their_own(make_llm: MakeL
     for one in output.outputs:
         assert_conforms(form, one)
     assert len({one.text for one in output.outputs}) > 1
+
+
+def test_samples_and_requests_of_one_form_cost_one_compilation(
+    make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = []
+    run_deep = structured_output.run_deep
+    monkeypatch.setattr(structured_output, "run_deep", lambda *given: made.append(1) or run_deep(*given))
+    llm = make_llm("llama")
+    for _ in range(2):
+        form = StructuredOutputs(choice=("lazy dog", "lazy fox"))
+        llm.generate(["the", "a"], SamplingParams(n=8, structured_outputs=form, max_tokens=8))
+    assert len(made) == 1
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -358,3 +359,35 @@ def test_the_random_number_moves_with_the_position() -> None:
         assert abs(found.token_id - 1000 * uniform(5, position)) <= 1
         state.append(found.token_id)
     assert len(set(drawn)) > 15
+
+
+def test_long_lists_of_ids_are_read_once_for_a_request_and_not_for_every_token() -> None:
+    reads: list[str] = []
+
+    class Ids(tuple[int, ...]):
+        def __iter__(self) -> Iterator[int]:
+            reads.append("ids")
+            return super().__iter__()
+
+    class Bias(dict[int, float]):
+        def items(self) -> Any:
+            reads.append("bias")
+            return super().items()
+
+        def values(self) -> Any:
+            reads.append("bias")
+            return super().values()
+
+    params = SamplingParams(seed=1, min_tokens=99, max_tokens=99)
+    for name, value in (
+        ("allowed_token_ids", Ids((1, 2, 4, STOP))), ("stop_token_ids", Ids((STOP,))), ("logit_bias", Bias({4: 1.0}))
+    ):  # fmt: skip
+        object.__setattr__(params, name, value)
+    state = state_of(params)
+    logits = torch.zeros(1, 10)
+    state.append(token(sample(logits, [state])[0]).token_id)
+    first = len(reads)
+    for _ in range(20):
+        state.append(token(sample(logits, [state])[0]).token_id)
+    assert set(state.output_token_ids) == {1, 2, 4}
+    assert 0 < first == len(reads)

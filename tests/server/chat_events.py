@@ -48,7 +48,8 @@ def chat_events(
     bounds = sorted({0, len(output), *(min(cut, len(output)) for cut in cuts)})
     events = [chat_event(parser.push(output[start:end])) for start, end in pairwise(bounds)]
     last = parser.finish()
-    reason = "tool_calls" if finish == "stop" and parser.has_tool_calls else finish
+    calls = [call for delta in (*(event.delta for event in events), last) for call in delta.tool_calls]
+    reason = "tool_calls" if finish == "stop" and calls and calls[-1].complete else finish
     return [*events, chat_event(last, reason, stop)]
 
 

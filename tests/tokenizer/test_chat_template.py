@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from pellucid.core import CheckpointError, InvalidRequestError
@@ -173,3 +175,56 @@ def test_calls_without_content_come_as_the_template_can_take_them(source: str, e
 )
 def test_developers_are_heard_by_templates_that_know_system_messages_only(source: str, expected: str) -> None:
     assert ChatTemplate(source).render([{"role": "developer", "content": "x"}]) == expected
+
+
+AS_IT_IS = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+TRIMS = AS_IT_IS.replace("m.content", "m.content | trim")
+TRIMS_NEWLINES = AS_IT_IS.replace("m.content", "m.content.rstrip('\\n')")
+HEAD = "<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n"
+
+
+def unfinished(source: str, content: object) -> str:
+    return ChatTemplate(source).render_unfinished([user("q"), {"role": "assistant", "content": content}])
+
+
+@pytest.mark.parametrize("content", ["end", "im", "m", "<|", "|>", "assistant", "q", ""])
+def test_an_unfinished_message_ends_with_its_text_also_where_markers_are_spelled_alike(content: str) -> None:
+    assert unfinished(AS_IT_IS, content) == HEAD + content
+
+
+@pytest.mark.parametrize("content", ["```python\n", "One, two, ", "a\n \n", " ", "a"])
+def test_white_space_at_the_end_of_an_unfinished_message_stays_as_far_as_the_template_writes_it(content: str) -> None:
+    assert unfinished(AS_IT_IS, content) == HEAD + content
+    assert unfinished(TRIMS_NEWLINES, content + " \n\n") == HEAD + content + " "
+    # What it trims at the beginning can be gone as well.
+    assert unfinished(TRIMS, content) == HEAD + content.strip()
+
+
+def test_an_unfinished_message_may_be_a_list_of_parts() -> None:
+    parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two "}]
+    assert unfinished(AS_IT_IS, parts[:1]) == HEAD + "one"
+    assert unfinished(AS_IT_IS, parts) == HEAD + "one\ntwo "
+    assert unfinished(READS_PARTS, parts) == "q[one][two "
+
+
+@pytest.mark.parametrize("source", ["{{ messages[0].content }}", "{{ messages[-1].content[:3] }}"])
+def test_an_unfinished_message_that_the_template_does_not_write_is_refused(source: str) -> None:
+    with pytest.raises(InvalidRequestError, match="whose text the chat template writes as it is"):
+        unfinished(source, "Hello ")
+
+
+def test_an_unfinished_message_that_is_written_otherwise_before_white_space_is_refused() -> None:
+    source = "{{ 'x' if messages[-1].content == 'Hello ' else messages[-1].content }}"
+    with pytest.raises(InvalidRequestError, match="whose text the chat template writes as it is"):
+        unfinished(source, "Hello ")
+
+
+@pytest.mark.parametrize("content", [None, []])
+def test_a_message_without_text_cannot_be_unfinished(content: object) -> None:
+    with pytest.raises(InvalidRequestError, match=re.escape("needs a last message that has text")):
+        unfinished(READS_PARTS, content)
+
+
+def test_no_message_cannot_be_unfinished() -> None:
+    with pytest.raises(InvalidRequestError, match="needs a last message"):
+        ChatTemplate(AS_IT_IS).render_unfinished([])

@@ -1,5 +1,10 @@
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -20,3 +25,25 @@ def test_the_messages_given_are_not_changed(hf_tokenizer: Tokenizer) -> None:
     messages = [{"role": "user", "content": [{"type": "text", "text": "<|im_end|>"}]}]
     ControlTokenShield(hf_tokenizer._backend, ["<|im_end|>"]).spoil_messages(messages)
     assert messages == [{"role": "user", "content": [{"type": "text", "text": "<|im_end|>"}]}]
+
+
+@pytest.mark.parametrize("written", [json.dumps, repr, lambda value: json.dumps(json.dumps(value))])
+@pytest.mark.parametrize("token", ["<|im_end|>", "<\uff5cUser\uff5c>"])
+def test_marks_that_a_template_escapes_become_marks_again(
+    written: Callable[[Any], str], token: str, hf_tokenizer: Tokenizer
+) -> None:
+    shield = ControlTokenShield(hf_tokenizer._backend, ["<|im_end|>", "<\uff5cUser\uff5c>", "<|im"])
+    value = {"a": [f"x{token}y {token}"], token: 1}
+    text = shield.restore_marks(written(shield.spoil_value(value)))
+    assert text.replace(MARK, "") == written(value)
+    assert token not in text
+
+
+def test_an_escape_that_a_user_writes_is_left_alone(hf_tokenizer: Tokenizer) -> None:
+    text = r"In JSON it is \ufdd0, <|\ufdd0im_end|>."
+    assert ControlTokenShield(hf_tokenizer._backend, ["<|im_end|>"]).restore_marks(text) == text
+
+
+def test_many_backslashes_take_no_time(hf_tokenizer: Tokenizer) -> None:
+    text = r"\ufdd0" + "\\" * 1_000_000
+    assert ControlTokenShield(hf_tokenizer._backend, ["\uff5cDSML\uff5c"]).restore_marks(text) == text

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pellucid.core import InvalidRequestError
-from pellucid.tokenizer.stop_strings import StopStringMatcher
+from pellucid.tokenizer.stop_strings import StopAutomaton, StopStringMatcher
 
 # Case C07: deltas, stop strings, the text to show, and why it ended.
 C07 = [
@@ -23,7 +23,7 @@ C07 = [
 def stream(
     deltas: tuple[str, ...] | list[str], stops: tuple[str, ...], include: bool = False
 ) -> tuple[str, str | None]:
-    matcher = StopStringMatcher(stops, include)
+    matcher = StopStringMatcher(StopAutomaton(stops), include)
     shown = "".join(matcher.push(delta) for delta in deltas) + matcher.flush()
     return shown, matcher.matched
 
@@ -55,7 +55,7 @@ def test_c07_is_the_same_for_every_rechunking(
     whole = "".join(deltas)
     expected = stream([whole], stops, include)
     reached: list[dict[str, tuple[StopStringMatcher, str]]] = [{} for _ in range(len(whole) + 1)]
-    reached[0]["start"] = (StopStringMatcher(stops, include), "")
+    reached[0]["start"] = (StopStringMatcher(StopAutomaton(stops), include), "")
     for start, end in itertools.combinations(range(len(whole) + 1), 2):
         for matcher, shown in list(reached[start].values()):
             branch = copy.copy(matcher)
@@ -84,7 +84,7 @@ def test_every_text_and_chunking_agrees_with_brute_force(data: st.DataObject) ->
 
 @given(st.lists(st.text("abc", min_size=1, max_size=5), min_size=1, max_size=4), st.text("abc", max_size=20))
 def test_just_the_longest_tail_that_may_become_a_stop_is_held_back(stops: list[str], text: str) -> None:
-    matcher = StopStringMatcher(stops)
+    matcher = StopStringMatcher(StopAutomaton(stops))
     shown = matcher.push(text)
     if matcher.matched is None:
         prefixes = {stop[:length] for stop in stops for length in range(len(stop))}
@@ -93,10 +93,18 @@ def test_just_the_longest_tail_that_may_become_a_stop_is_held_back(stops: list[s
 
 
 def test_nothing_is_shown_after_a_match() -> None:
-    matcher = StopStringMatcher(["stop"])
+    matcher = StopStringMatcher(StopAutomaton(["stop"]))
     assert matcher.push("go stop here") == "go "
     assert matcher.push(" and more") == ""
     assert matcher.flush() == ""
+
+
+def test_matchers_of_one_automaton_do_not_meet() -> None:
+    automaton = StopAutomaton(["stop", "st"])
+    first, second = StopStringMatcher(automaton), StopStringMatcher(automaton, include_stop_str_in_output=True)
+    assert (first.push("a s"), second.push("b")) == ("a ", "b")
+    assert (first.push("t"), second.push("t")) == ("", "t")
+    assert (first.matched, second.matched) == ("st", None)
 
 
 def test_of_two_stops_that_end_together_the_longer_is_reported() -> None:
@@ -104,10 +112,10 @@ def test_of_two_stops_that_end_together_the_longer_is_reported() -> None:
 
 
 def test_without_stops_every_delta_passes_at_once() -> None:
-    matcher = StopStringMatcher([])
+    matcher = StopStringMatcher(StopAutomaton([]))
     assert [matcher.push(delta) for delta in ("a", "bc", "")] == ["a", "bc", ""]
 
 
 def test_an_empty_stop_string_is_refused() -> None:
     with pytest.raises(InvalidRequestError, match="stop strings must not be empty"):
-        StopStringMatcher(["a", ""])
+        StopAutomaton(["a", ""])

@@ -7,7 +7,7 @@ import json
 import resource
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -271,6 +271,61 @@ def test_an_output_may_end_exactly_where_it_is_complete() -> None:
     assert constraint.finished
 
 
+@pytest.fixture
+def compilations(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """One entry for each grammar that llguidance compiles from here on."""
+    made: list[int] = []
+
+    def run_deep(build: Callable[[], Any], timeout_s: float | None) -> Any:
+        made.append(1)
+        return grammar_guard.run_deep(build, timeout_s)
+
+    monkeypatch.setattr(structured_output, "run_deep", run_deep)
+    return made
+
+
+def test_equal_forms_are_compiled_once_and_each_output_goes_its_own_way(compilations: list[int]) -> None:
+    compiler = GrammarCompiler(TOKENIZER, (1,))
+    a, b = (TOKENIZER.encode(text, add_special_tokens=False)[0] for text in "ab")
+    outputs = [compiler.compile(StructuredOutputs(regex="(a|b){2}|ac")) for _ in range(64)]
+    assert len(compilations) == 1
+    begin = allowed_ids(outputs[0])
+    outputs[0].accept(a)
+    outputs[1].accept(b)
+    outputs[1].accept(b)
+    outputs[1].accept(1)
+    assert allowed_ids(outputs[1]) == [1]
+    assert set(allowed_ids(outputs[0])) > {a, b}
+    assert 1 not in allowed_ids(outputs[0])
+    assert [one.finished for one in outputs[:3]] == [False, True, False]
+    later = compiler.compile(StructuredOutputs(regex="(a|b){2}|ac"))
+    assert allowed_ids(later) == allowed_ids(outputs[2]) == begin
+    compiler.compile(StructuredOutputs(regex="(a|b){3}|ac"))
+    assert len(compilations) == 2
+
+
+def test_the_forms_asked_for_last_stay_compiled_and_no_more(
+    compilations: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(structured_output, "MAX_COMPILED", 2)
+    compiler = GrammarCompiler(TOKENIZER, (1,))
+    counts = []
+    for text in ("a", "b", "a", "c", "a", "b"):
+        compiler.compile(StructuredOutputs(choice=(text,)))
+        counts.append(len(compilations))
+    assert counts == [1, 2, 2, 3, 3, 4]
+
+
+def test_a_copy_of_a_constraint_begins_where_it_is() -> None:
+    constraint = COMPILER.compile(StructuredOutputs(regex="ab?"))
+    (a,) = TOKENIZER.encode("a", add_special_tokens=False)
+    constraint.accept(a)
+    copy = constraint.copy()
+    constraint.accept(1)
+    assert 1 in allowed_ids(copy)
+    assert (constraint.finished, copy.finished, constraint.copy().finished) == (True, False, True)
+
+
 def test_any_of_several_end_tokens_ends_an_output() -> None:
     compiler = GrammarCompiler(TOKENIZER, (1, 0, 10**9))
     for end in (0, 1):
@@ -489,11 +544,15 @@ def test_a_guard_that_can_not_be_started_is_said(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_grammar_that_takes_too_long_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler = GrammarCompiler(TOKENIZER, (1,))
+    compiler.prepare()
+    slow = schema({"type": "object", "properties": wide(900)})
     monkeypatch.setattr(structured_output, "COMPILE_TIMEOUT_S", 0.001)
     with pytest.raises(InvalidRequestError, match="too long"):
-        COMPILER.compile(schema({"type": "object", "properties": wide(900)}))
+        compiler.compile(slow)
     monkeypatch.undo()
-    assert spells(StructuredOutputs(choice=("a",)), "a")
+    assert any(compiler.compile(slow).allowed())
+    assert conforms(compiler, TOKENIZER, StructuredOutputs(choice=("a",)), "a")
 
 
 def test_a_grammar_is_checked_without_a_vocabulary() -> None:

@@ -114,7 +114,8 @@ class _Choice:
         self._context, self._body = context, body
         self._encoded, self._generation = running.prompts[prompt], running.generations[prompt].generation
         self.index = prompt * (body.n or 1) + sample
-        self._logprobs = CompletionLogprobs(context.encoder.tokenizer)
+        skips_special = body.skip_special_tokens is not False
+        self._logprobs = CompletionLogprobs(context.encoder.tokenizer, skips_special)
 
     def echo(self) -> dict[str, Any]:
         """The prompt. Its log-probabilities are there from the first delta on."""

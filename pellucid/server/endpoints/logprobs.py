@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from pellucid.core import Logprob, TokenLogprobs
+from pellucid.tokenizer.detokenizer import IncrementalDetokenizer
 from pellucid.tokenizer.tokenizer import Tokenizer
 
 LOWEST = -9999.0
@@ -33,10 +34,17 @@ def _chat_token(tokenizer: Tokenizer, entry: Logprob) -> dict[str, Any]:
 
 
 class CompletionLogprobs:
-    """`choices[].logprobs` of completions, piece by piece: `text_offset` counts characters from the first token on."""
+    """`choices[].logprobs` of completions, piece by piece.
 
-    def __init__(self, tokenizer: Tokenizer | None) -> None:
+    `text_offset` counts the characters of the text from the first token on that were complete before the token: half
+    of a character has none, whatever its key is, nor has a special token that the text leaves out.
+    """
+
+    def __init__(self, tokenizer: Tokenizer | None, skip_special_tokens: bool = True) -> None:
         self._tokenizer = tokenizer
+        self._text = None
+        if tokenizer is not None:
+            self._text = IncrementalDetokenizer(tokenizer, skip_special_tokens, continues_text=True)
         self._offset = 0
 
     def take(self, entries: Sequence[tuple[int, TokenLogprobs | None]]) -> dict[str, Any]:
@@ -46,10 +54,9 @@ class CompletionLogprobs:
         """
         tokens, values, tops, offsets = [], [], [], []
         for token_id, entry in entries:
-            text = self._spell(token_id)
-            tokens.append(text)
+            tokens.append(self._spell(token_id))
             offsets.append(self._offset)
-            self._offset += len(text)
+            self._offset += 0 if self._text is None else len(self._text.push([token_id]))
             values.append(None if entry is None else _finite(entry.chosen.logprob))
             tops.append(None if entry is None else self._top(entry))
         return {"tokens": tokens, "token_logprobs": values, "top_logprobs": tops, "text_offset": offsets}

@@ -27,16 +27,21 @@ async def tokenize(request: Request) -> JSONResponse:
     if context.engine.plan is None:
         raise overloaded("the model is not ready yet; see /health/ready", LOADING_RETRY_S, "loading")
     try:
-        tokens = await asyncio.to_thread(_encode, context, body)
+        tokens, strings = await asyncio.to_thread(_encode, context, body)
     except PellucidError as error:
         raise from_pellucid(error) from None
-    strings = None
-    if body.return_token_strs:
-        strings = [context.tokenizer.token_bytes(i).decode("utf-8", errors="replace") for i in tokens]
     return JSONResponse(TokenizeResponse(len(tokens), context.max_model_len, tokens, strings))
 
 
-def _encode(context: ServerContext, body: TokenizeRequest) -> list[int]:
+def _encode(context: ServerContext, body: TokenizeRequest) -> tuple[list[int], list[str] | None]:
+    """Token ids, and with `return_token_strs` their spellings."""
+    tokens = _token_ids(context, body)
+    if not body.return_token_strs:
+        return tokens, None
+    return tokens, [context.tokenizer.token_bytes(i).decode("utf-8", errors="replace") for i in tokens]
+
+
+def _token_ids(context: ServerContext, body: TokenizeRequest) -> list[int]:
     if body.prompt is not None:
         return context.tokenizer.encode(body.prompt, add_special_tokens=body.adds_special_tokens)
     text, tokens = context.tokenizer.encode_chat(
@@ -55,9 +60,14 @@ async def detokenize(request: Request) -> JSONResponse:
     body = await read_request(request, context, DetokenizeRequest)
     context.check_model(body.model)
     try:
-        for token_id in body.tokens:
-            check_token_id(token_id, context.encoder.vocab_size, "tokens")
-        text = context.tokenizer.decode(body.tokens, skip_special_tokens=False)
+        text = await asyncio.to_thread(_decode, context, body.tokens)
     except InvalidRequestError as error:
         raise from_pellucid(error) from None
     return JSONResponse(DetokenizeResponse(text))
+
+
+def _decode(context: ServerContext, tokens: list[int]) -> str:
+    """Raises InvalidRequestError for an id that is not in the vocabulary."""
+    for token_id in tokens:
+        check_token_id(token_id, context.encoder.vocab_size, "tokens")
+    return context.tokenizer.decode(tokens, skip_special_tokens=False)

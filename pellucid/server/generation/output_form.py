@@ -105,9 +105,8 @@ class SampleReader:
         self._count(message, len(delta.token_ids), self._parser.in_reasoning)
         if message.tool_calls:
             self._call_complete = message.tool_calls[-1].complete
-        # A stop string may cut a call off, and is an end of its own where it does not.
-        ended_itself = finish == "stop" and not isinstance(delta.stop_reason, str)
-        reason = "tool_calls" if ended_itself and self._call_complete else finish
+        # A stop string may cut a call off, which nobody should then carry out.
+        reason = "tool_calls" if finish == "stop" and self._call_complete else finish
         return ChatEvent(
             delta.index, message, delta.token_ids, delta.logprobs, reason, delta.stop_reason, delta.metrics
         )

@@ -44,6 +44,10 @@ class Mode(Enum):
     JSON_VALUE = auto()
 
 
+REASONING_MODES = frozenset({Mode.BEGINNING, Mode.REASONING_BEGINNING, Mode.REASONING})
+"""The text before this point is reasoning, if it is anything."""
+
+
 class Written(Enum):
     """What of a call's arguments has been written, where the grammar itself writes the braces."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pellucid.server.parsers.grammar import Grammar
+from pellucid.server.parsers.grammar import REASONING_MODES, Grammar
 from pellucid.server.parsers.message import MessageDelta, difference
 
 LONG_WAIT = 1024
@@ -39,9 +39,9 @@ class StreamingParser:
         return self._advance(self._take_unread(), finished=True)
 
     @property
-    def has_tool_calls(self) -> bool:
-        """Was a call begun? Then the finish reason of an output that ended by itself is `tool_calls`."""
-        return self._point.calls > 0
+    def in_reasoning(self) -> bool:
+        """Does the text that was pushed leave off inside reasoning, or where reasoning may still begin?"""
+        return self._point.mode in REASONING_MODES
 
     def _take_unread(self) -> str:
         text = "".join(self._unread)

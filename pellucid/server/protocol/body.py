@@ -3,59 +3,61 @@
 from __future__ import annotations
 
 import re
+from array import array
 from collections.abc import Mapping
+from itertools import accumulate
 from typing import Any, TypeVar
 
 import msgspec
 
 from pellucid.server.errors import MAX_ECHO, ApiError, bad_request, shorten
 from pellucid.server.protocol.allowed_values import allowed_values
+from pellucid.server.protocol.unknown_fields import has_only_known_fields, unknown_fields
 
 T = TypeVar("T", bound=msgspec.Struct)
 
 MAX_DEPTH = 64
 """Deepest nesting of a body: what comes after (templates, grammars) walks JSON values recursively."""
 
-MAX_UNKNOWN = 20
-"""Most unknown field names that are reported."""
+MAX_CONTAINERS = 200_000
+"""Most lists and objects of a body: each costs time and memory far beyond its two bytes."""
 
 _TOO_DEEP = f"the request body nests deeper than {MAX_DEPTH} levels"
-_STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
-_AS_SQUARE = bytes.maketrans(b"{}", b"[]")
-_NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
+# A bracket to what it adds to the depth, as a signed byte; what is neither a bracket nor a quote goes.
+_AS_STEPS = bytes.maketrans(b"[{]}", b"\x01\x01\xff\xff")
+_OTHER_BYTES = bytes(set(range(256)) - set(b'[]{}"'))
 _LOCATION = re.compile(r"^(?P<message>.*?)(?: - at (?P<key>`key` in )?`\$\.?(?P<path>[^`]*)`)?$", re.DOTALL)
 _FIELD_IN_MESSAGE = re.compile(r"^Object (?:missing required|contains unknown) field `(?P<name>.*)`$", re.DOTALL)
 _TYPE_NAME = re.compile(r"\b(?:int|str|bool|float)\b")
 _TYPE_NAMES = {"int": "integer", "str": "string", "bool": "boolean", "float": "number"}
 _HALF_PAIR = re.compile(rb"\\u[dD][89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])")
-_NOT_A_NAME = re.compile(r"[^A-Za-z0-9_.-]")
 
 
 def decode_body(data: bytes, type: type[T]) -> tuple[T, tuple[str, ...]]:
-    """The request, and the names of its top-level fields that `type` does not have, safe to put in a header.
+    """The request, and the paths of its fields that have no effect: see `unknown_fields`.
 
-    A field that `type.REFUSED` names (name -> what to do instead) is refused unless it says nothing: null, false,
-    an empty list or text.
+    A top-level field that `type.REFUSED` names (name -> what to do instead) is refused unless it says nothing: null,
+    false, an empty list or text.
 
     Raises:
         ApiError: 400; `param` is the path of the field, as in "messages[0].role".
     """
-    fields = _read_object(data)
-    known = _encoded_names(type)
-    unknown = [name for name in fields if name not in known]
+    _check_text(data)
+    # A field that is refused is not one of the Struct's.
+    all_known = has_only_known_fields(data, type)
+    fields = {} if all_known else _read_object(data)
     refused: Mapping[str, str] = getattr(type, "REFUSED", {})
-    for name in unknown:
+    for name in fields:
         if name in refused and bytes(fields[name]) not in (b"null", b"false", b"[]", b'""'):
             raise bad_request(f"{name} is not supported: {refused[name]}", name)
-    if _nests_deeper(data, MAX_DEPTH):
-        raise bad_request(_TOO_DEEP)
+    _check_nesting(data)
     try:
         request = _decode(data, type)
     except msgspec.ValidationError as error:
         raise _explain(str(error), type) from None
     except (msgspec.DecodeError, RecursionError) as error:
         raise _malformed(error, data) from None
-    return request, tuple(_NOT_A_NAME.sub("?", name[:64]) for name in sorted(unknown)[:MAX_UNKNOWN])
+    return request, () if all_known else unknown_fields(request, fields)
 
 
 def _decode(data: bytes, type: type[T]) -> T:
@@ -79,25 +81,23 @@ def _with_integers(value: Any) -> Any:
     return value
 
 
-def _read_object(data: bytes) -> dict[str, msgspec.Raw]:
-    """The body's top-level fields, undecoded."""
+def _check_text(data: bytes) -> None:
     try:
         data.decode("utf-8")
     except UnicodeDecodeError as error:
         raise bad_request(f"the request body is not UTF-8 (byte {error.start})") from None
     if not data.strip():
         raise bad_request("the request body is empty; send a JSON object")
+
+
+def _read_object(data: bytes) -> dict[str, msgspec.Raw]:
+    """The body's top-level fields, undecoded."""
     try:
         return msgspec.json.decode(data, type=dict[str, msgspec.Raw])
     except msgspec.ValidationError:
         raise bad_request("the request body must be a JSON object") from None
     except (msgspec.DecodeError, RecursionError) as error:
         raise _malformed(error, data) from None
-
-
-def _encoded_names(type: type[msgspec.Struct]) -> frozenset[str]:
-    config = type.__struct_config__
-    return frozenset(type.__struct_encode_fields__) | ({config.tag_field} if config.tag_field else set())
 
 
 def _malformed(error: Exception, data: bytes) -> ApiError:
@@ -142,14 +142,22 @@ def _is_part_type(path: str) -> bool:
     return re.search(r"\bcontent\[\d+\]\.type$", path) is not None
 
 
-def _nests_deeper(data: bytes, limit: int) -> bool:
-    """Whether valid JSON has more than `limit` levels. Whole passes in C: a body may hold millions of values."""
-    # It nests no deeper than it has opening brackets.
-    if data.count(b"[") + data.count(b"{") <= limit:
-        return False
-    brackets = _STRING.sub(b"", data).translate(_AS_SQUARE, _NO_BRACKETS)
-    for _ in range(limit):
-        brackets = brackets.replace(b"[]", b"")  # The innermost level of each branch.
-        if not brackets:
-            return False
-    return True
+def _check_nesting(data: bytes) -> None:
+    """Raises ApiError 400 for valid JSON with more levels, or more lists and objects, than a request can need."""
+    # It has no more of either than opening brackets.
+    if data.count(b"[") + data.count(b"{") <= MAX_DEPTH:
+        return
+    steps = _bracket_steps(data)
+    if steps.count(b"\x01") > MAX_CONTAINERS:
+        raise bad_request(f"the request body holds more than {MAX_CONTAINERS:,} lists and objects")
+    if max(accumulate(array("b", steps)), default=0) > MAX_DEPTH:
+        raise bad_request(_TOO_DEEP)
+
+
+def _bracket_steps(data: bytes) -> bytes:
+    """What each bracket outside of strings adds to the depth, as signed bytes. Whole passes in C: bodies are large."""
+    if b"\\" in data:
+        data = data.replace(b"\\\\", b"").replace(b'\\"', b"")
+    marks = data.translate(_AS_STEPS, _OTHER_BYTES).replace(b'""', b"")
+    # What is left between two quotes are brackets in a string.
+    return b"".join(marks.split(b'"')[::2])

@@ -1,4 +1,4 @@
-"""/v1/chat/completions: `ChatCompletionRequest` and what it means for a chat template. Read by `server.chat`."""
+"""/v1/chat/completions: `ChatCompletionRequest`, and what it means for a template. Read by `server.endpoints.chat`."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from pellucid.server.protocol.chat_messages import (
     template_tools,
 )
 from pellucid.server.protocol.sampling_fields import REMOVED_FIELDS, Count, SamplingFields
+from pellucid.server.protocol.tool_choice import select_tool
 
 MAX_TOP_LOGPROBS = 20
 
@@ -73,17 +74,9 @@ class ChatCompletionRequest(SamplingFields, kw_only=True, frozen=True):
             raise bad_request("max_tokens and max_completion_tokens disagree; give one of them", "max_tokens")
         if self.top_logprobs and not self.logprobs:
             raise bad_request("top_logprobs needs logprobs: true", "top_logprobs")
-        self._check_tool_choice()
+        _ = self.tool_selection
         check_template_arguments(self.chat_template_kwargs)
         check_continuation(self.messages, self.add_generation_prompt, self.continue_final_message)
-
-    def _check_tool_choice(self) -> None:
-        names = [tool.function.name for tool in self.tools or ()]
-        if isinstance(self.tool_choice, NamedToolChoice) and self.tool_choice.function.name not in names:
-            wanted = quote(self.tool_choice.function.name)
-            raise bad_request(f"tool_choice names {wanted}, which is not among tools", "tool_choice")
-        if self.tool_choice == "required" and not names:
-            raise bad_request('tool_choice "required" needs tools', "tool_choice")
 
     @property
     def token_limit(self) -> tuple[int | None, str]:
@@ -97,17 +90,16 @@ class ChatCompletionRequest(SamplingFields, kw_only=True, frozen=True):
 
     @property
     def tool_selection(self) -> tuple[str, bool]:
-        """("auto" | "none" | "required", False), or (a tool's name, True). Without tools ("none", False)."""
+        """See `tool_choice.select_tool`."""
+        offered = [tool.function.name for tool in self.tools or ()]
         if isinstance(self.tool_choice, NamedToolChoice):
-            return self.tool_choice.function.name, True
-        return (self.tool_choice or "auto") if self.tools else "none", False
+            return select_tool(None, self.tool_choice.function.name, offered)
+        return select_tool(self.tool_choice, None, offered)
 
     @property
     def adds_generation_prompt(self) -> bool:
-        """On unless refused, or the last message is to be continued."""
-        if self.add_generation_prompt is None:
-            return not self.continue_final_message
-        return self.add_generation_prompt
+        """See `adds_generation_prompt`."""
+        return adds_generation_prompt(self.add_generation_prompt, self.continue_final_message)
 
     def template_messages(self) -> list[dict[str, Any]]:
         """See `chat_messages.template_messages`."""
@@ -135,6 +127,11 @@ def check_template_arguments(arguments: Mapping[str, Any] | None) -> None:
     for name in arguments or ():
         if name in RESERVED_TEMPLATE_ARGUMENTS or name.endswith("_token"):
             raise bad_request(f"chat_template_kwargs must not set {quote(name)}", "chat_template_kwargs")
+
+
+def adds_generation_prompt(asked: bool | None, continues: bool | None) -> bool:
+    """Does the prompt open a new answer? Unless that is refused, or the last message is to be continued."""
+    return not continues if asked is None else asked
 
 
 def check_continuation(messages: Messages, add_generation_prompt: bool | None, continues: bool | None) -> None:

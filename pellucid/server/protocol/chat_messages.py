@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 from msgspec import Meta, Struct
@@ -12,7 +12,9 @@ Name = Annotated[str, Meta(min_length=1, max_length=256)]
 
 
 class TextPart(Struct, frozen=True):
-    """The only kind of part that a model which takes text can read."""
+    """The only kind of part that a model which takes text can read. Every prefix is cached without being asked to."""
+
+    NO_EFFECT: ClassVar[frozenset[str]] = frozenset({"cache_control"})
 
     text: str
     type: Literal["text"] = "text"
@@ -29,6 +31,10 @@ class FunctionCall(Struct, frozen=True):
 
 
 class ToolCall(Struct, frozen=True):
+    """`index` is left from the chunks of a stream."""
+
+    NO_EFFECT: ClassVar[frozenset[str]] = frozenset({"index"})
+
     function: FunctionCall
     id: str | None = None
     type: Literal["function"] = "function"
@@ -53,7 +59,10 @@ class AssistantMessage(Struct, tag_field="role", tag="assistant", frozen=True):
     """`reasoning_content` and `reasoning` are two names of one thing; the first wins.
 
     `refusal` stands in for a `content` that is null. The old `function_call` may only be null.
+    SDKs send back the whole of an answer, with its `annotations`.
     """
+
+    NO_EFFECT: ClassVar[frozenset[str]] = frozenset({"annotations"})
 
     content: Content = None
     reasoning_content: str | None = None

@@ -1,4 +1,4 @@
-"""/v1/completions: `CompletionRequest`. Read by `server.completions`."""
+"""/v1/completions: `CompletionRequest`. Read by `server.endpoints.completions`."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import msgspec
 from msgspec import Struct
@@ -19,11 +19,15 @@ _BILLING_LINE = re.compile(r"\Ax-anthropic-billing-header:[^\n]*\n?")
 class TextBlock(Struct, tag_field="type", tag="text", frozen=True):
     """`cache_control`, here and in other blocks, is accepted: every prefix is cached without it."""
 
+    NO_EFFECT: ClassVar[frozenset[str]] = frozenset({"cache_control", "citations"})
+
     text: str
 
 
 class ThinkingBlock(Struct, tag_field="type", tag="thinking", frozen=True):
     """Goes back to the model as its reasoning. `signature` is not checked: this server signs nothing."""
+
+    NO_EFFECT: ClassVar[frozenset[str]] = frozenset({"cache_control"})
 
     thinking: str
     signature: str = ""
@@ -36,6 +40,8 @@ class RedactedThinkingBlock(Struct, tag_field="type", tag="redacted_thinking", f
 
 
 class ToolUseBlock(Struct, tag_field="type", tag="tool_use", frozen=True):
+    NO_EFFECT: ClassVar[frozenset[str]] = frozenset({"cache_control", "caller"})
+
     id: str
     name: str
     input: dict[str, Any]
@@ -43,6 +49,8 @@ class ToolUseBlock(Struct, tag_field="type", tag="tool_use", frozen=True):
 
 class ToolResultBlock(Struct, tag_field="type", tag="tool_result", frozen=True):
     """`is_error` is accepted; that it was one is for the content to say."""
+
+    NO_EFFECT: ClassVar[frozenset[str]] = frozenset({"cache_control"})
 
     tool_use_id: str
     content: str | list[TextBlock] | None = None

@@ -1,4 +1,4 @@
-"""/v1/messages and its count_tokens: their requests, and what they mean for a chat. Read by `server.messages`."""
+"""/v1/messages and its count_tokens: requests, and what they mean for a chat. Read by `server.endpoints.messages`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from msgspec import Meta, Struct
 
-from pellucid.server.errors import bad_request, quote
 from pellucid.server.protocol.chat import ReasoningEffort, effort_arguments
 from pellucid.server.protocol.chat_messages import Name
 from pellucid.server.protocol.generation_fields import GenerationFields
@@ -18,13 +17,17 @@ from pellucid.server.protocol.message_blocks import (
     continues_answer,
     template_messages,
 )
+from pellucid.server.protocol.metadata import MetadataWithNull
 from pellucid.server.protocol.sampling_fields import REMOVED_FIELDS, Count, StopStrings
+from pellucid.server.protocol.tool_choice import select_tool
 
 _FORMAT = "use output_config: {format: {type: json_schema, schema: ...}}"
 
 
 class ToolDefinition(Struct, frozen=True):
     """A tool that the client runs; tools that Anthropic runs have another `type`."""
+
+    NO_EFFECT: ClassVar[frozenset[str]] = frozenset({"cache_control"})
 
     name: Name
     input_schema: dict[str, Any]
@@ -114,12 +117,7 @@ class MessageFields(GenerationFields, kw_only=True, frozen=True):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_messages(self.messages)
-        names = [tool.name for tool in self.tools or ()]
-        if isinstance(self.tool_choice, ToolChoice) and self.tool_choice.name not in names:
-            wanted = quote(self.tool_choice.name)
-            raise bad_request(f"tool_choice names {wanted}, which is not among tools", "tool_choice")
-        if isinstance(self.tool_choice, AnyChoice) and not names:
-            raise bad_request('tool_choice of type "any" needs tools', "tool_choice")
+        _ = self.tool_selection
         continues_answer(self.messages)
 
     @property
@@ -129,15 +127,11 @@ class MessageFields(GenerationFields, kw_only=True, frozen=True):
 
     @property
     def tool_selection(self) -> tuple[str, bool]:
-        """("auto" | "none" | "required", False), or (a tool's name, True). Without tools ("none", False)."""
-        match self.tool_choice:
-            case ToolChoice():
-                return self.tool_choice.name, True
-            case AnyChoice():
-                return "required", False
-            case NoneChoice():
-                return "none", False
-        return "auto" if self.tools else "none", False
+        """See `tool_choice.select_tool`."""
+        choice = self.tool_choice
+        named = choice.name if isinstance(choice, ToolChoice) else None
+        word = "required" if isinstance(choice, AnyChoice) else "none" if isinstance(choice, NoneChoice) else None
+        return select_tool(word, named, [tool.name for tool in self.tools or ()], 'of type "any"')
 
     @property
     def parallel_tool_calls(self) -> bool:
@@ -180,5 +174,5 @@ class MessageRequest(MessageFields, kw_only=True, frozen=True):
 
     max_tokens: Count
     stop_sequences: StopStrings | None = None
-    metadata: dict[str, Any] | None = None
+    metadata: MetadataWithNull | None = None
     service_tier: str | None = None

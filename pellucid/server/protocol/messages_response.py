@@ -1,4 +1,4 @@
-"""What /v1/messages answers: `Message` and its content blocks. Made by `server.message_draft`."""
+"""What /v1/messages answers: `Message` and its content blocks. Made by `server.endpoints.message_draft`."""
 
 from __future__ import annotations
 

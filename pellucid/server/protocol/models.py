@@ -1,4 +1,4 @@
-"""What GET /v1/models and /v1/models/{id} answer. Made by `server.operations`."""
+"""What GET /v1/models and /v1/models/{id} answer. Made by `server.endpoints.operations`."""
 
 from __future__ import annotations
 

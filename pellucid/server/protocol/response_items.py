@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from msgspec import Struct
 
@@ -17,6 +17,8 @@ class InputText(Struct, tag_field="type", tag="input_text", frozen=True):
 
 class OutputTextPart(Struct, tag_field="type", tag="output_text", frozen=True):
     """Text of an answer that is sent back; its annotations and logprobs are of no use here."""
+
+    NO_EFFECT: ClassVar[frozenset[str]] = frozenset({"annotations", "logprobs"})
 
     text: str
 
@@ -38,8 +40,11 @@ class InputItem(Struct, frozen=True):
     """An item of any kind; without a `type` it is a message.
 
     A message has `role` and `content`, a function_call `call_id`, `name` and `arguments` (JSON text), its
-    function_call_output `call_id` and `output`, a reasoning item `content`. Ids and statuses are accepted.
+    function_call_output `call_id` and `output`, a reasoning item `content`. Ids and statuses are accepted,
+    and of a reasoning item what other servers write.
     """
+
+    NO_EFFECT: ClassVar[frozenset[str]] = frozenset({"id", "status", "summary", "encrypted_content"})
 
     type: Literal["message", "function_call", "function_call_output", "reasoning"] = "message"
     role: Literal["user", "assistant", "system", "developer"] | None = None

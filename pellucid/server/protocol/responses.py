@@ -1,4 +1,4 @@
-"""/v1/responses: `ResponseRequest` and what it means for a chat. Read by `server.responses`."""
+"""/v1/responses: `ResponseRequest` and what it means for a chat. Read by `server.endpoints.responses`."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ import msgspec
 from msgspec import Meta, Struct
 
 from pellucid.core import MAX_INT
-from pellucid.server.errors import bad_request, quote
 from pellucid.server.protocol.chat import MAX_TOP_LOGPROBS, ReasoningEffort, effort_arguments
 from pellucid.server.protocol.chat_messages import Name
 from pellucid.server.protocol.generation_fields import GenerationFields
+from pellucid.server.protocol.metadata import Metadata
 from pellucid.server.protocol.response_format import JsonObjectFormat, TextFormat
 from pellucid.server.protocol.response_items import InputItem, check_items, template_messages
 from pellucid.server.protocol.sampling_fields import REMOVED_FIELDS, StopString, StopStrings
+from pellucid.server.protocol.tool_choice import select_tool
 
 LOGPROBS = "message.output_text.logprobs"
 
@@ -63,6 +64,12 @@ class ReasoningConfig(Struct, frozen=True):
 
     effort: ReasoningEffort | None = None
     summary: Literal["auto", "concise", "detailed"] | None = None
+
+
+class ResponseStreamOptions(Struct, frozen=True):
+    """`include_obfuscation` has no effect: nothing is padded."""
+
+    include_obfuscation: bool | None = None
 
 
 class ResponseRequest(GenerationFields, kw_only=True, frozen=True):
@@ -113,32 +120,28 @@ class ResponseRequest(GenerationFields, kw_only=True, frozen=True):
     truncation: Literal["auto", "disabled"] | None = None
     store: bool | None = None
 
-    metadata: dict[str, str] | None = None
+    metadata: Metadata | None = None
     max_tool_calls: int | None = None
     user: str | None = None
     service_tier: str | None = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
     safety_identifier: str | None = None
-    stream_options: dict[str, Any] | None = None
+    stream_options: ResponseStreamOptions | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if not isinstance(self.input, str):
             check_items(self.input)
-        names = [tool.name for tool in self.tools or ()]
-        if isinstance(self.tool_choice, NamedFunction) and self.tool_choice.name not in names:
-            wanted = quote(self.tool_choice.name)
-            raise bad_request(f"tool_choice names {wanted}, which is not among tools", "tool_choice")
-        if self.tool_choice == "required" and not names:
-            raise bad_request('tool_choice "required" needs tools', "tool_choice")
+        _ = self.tool_selection
 
     @property
     def tool_selection(self) -> tuple[str, bool]:
-        """("auto" | "none" | "required", False), or (a function's name, True). Without tools ("none", False)."""
+        """See `tool_choice.select_tool`."""
+        offered = [tool.name for tool in self.tools or ()]
         if isinstance(self.tool_choice, NamedFunction):
-            return self.tool_choice.name, True
-        return (self.tool_choice or "auto") if self.tools else "none", False
+            return select_tool(None, self.tool_choice.name, offered)
+        return select_tool(self.tool_choice, None, offered)
 
     @property
     def logprobs_limit(self) -> int | None:

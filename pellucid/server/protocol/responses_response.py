@@ -1,4 +1,4 @@
-"""What /v1/responses answers: `ResponseObject` and its output items. Made by `server.response_draft`."""
+"""What /v1/responses answers: `ResponseObject` and its output items. Made by `server.endpoints.response_draft`."""
 
 from __future__ import annotations
 

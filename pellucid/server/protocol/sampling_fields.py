@@ -10,20 +10,22 @@ from typing import Annotated, Any, ClassVar
 
 from msgspec import Meta, Struct
 
-from pellucid.core import MAX_INT, MAX_LOGPROBS
+from pellucid.core import MAX_INT, MAX_LOGPROBS, MAX_STOP_CHARS, MAX_STOP_STRINGS
 from pellucid.server.errors import bad_request
 from pellucid.server.protocol.response_format import ResponseFormat, StructuredOutputsFields
 
-MAX_STOP_STRINGS = 16
-
+# Lists are bounded: each id costs time and memory. A list of allowed ids may be as long as a large vocabulary.
+MAX_STOP_TOKEN_IDS = 1024
+MAX_LOGIT_BIASES = 1024
+MAX_ALLOWED_TOKEN_IDS = 1_000_000
 
 Count = Annotated[int, Meta(ge=0, le=MAX_INT)]
-StopString = Annotated[str, Meta(min_length=1)]
+StopString = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARS)]
 StopStrings = Annotated[list[StopString], Meta(max_length=MAX_STOP_STRINGS)]
 # JSON has no integer keys: the ids come as strings, and are read as integers.
 LogitBias = Annotated[
     dict[int, Annotated[float, Meta(ge=-100, le=100)]],
-    Meta(extra_json_schema={"propertyNames": {"pattern": "^(0|[1-9][0-9]{0,8})$"}}),
+    Meta(max_length=MAX_LOGIT_BIASES, extra_json_schema={"propertyNames": {"pattern": "^(0|[1-9][0-9]{0,8})$"}}),
 ]
 # A name that may stand in a header and a log line: the end anchor alone would let a line break through.
 RequestId = Annotated[str, Meta(pattern=r"^[A-Za-z0-9._:/+=@-]{1,128}$(?!\n)")]
@@ -62,7 +64,7 @@ class CommonFields(Struct, kw_only=True, frozen=True):
     frequency_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
     seed: Annotated[int, Meta(ge=-MAX_INT - 1, le=MAX_INT)] | None = None
     logit_bias: LogitBias | None = None
-    stop_token_ids: list[Count] | None = None
+    stop_token_ids: Annotated[list[Count], Meta(max_length=MAX_STOP_TOKEN_IDS)] | None = None
     min_tokens: Count | None = None
     ignore_eos: bool | None = None
     cache_salt: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
@@ -85,7 +87,7 @@ class SamplingFields(CommonFields, kw_only=True, frozen=True):
 
     max_tokens: Count | None = None
     n: Annotated[int, Meta(ge=1, le=128)] | None = None
-    allowed_token_ids: Annotated[list[Count], Meta(min_length=1)] | None = None
+    allowed_token_ids: Annotated[list[Count], Meta(min_length=1, max_length=MAX_ALLOWED_TOKEN_IDS)] | None = None
     prompt_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
 
     stop: StopString | StopStrings | None = None

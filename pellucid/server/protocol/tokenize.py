@@ -1,4 +1,4 @@
-"""/tokenize and /detokenize, in vLLM's shape. Read and made by `server.tokenize`."""
+"""/tokenize and /detokenize, in vLLM's shape. Read and made by `server.endpoints.tokenize`."""
 
 from __future__ import annotations
 
@@ -8,8 +8,11 @@ from msgspec import Meta, Struct
 
 from pellucid.core import MAX_INT
 from pellucid.server.errors import bad_request
-from pellucid.server.protocol.chat import check_continuation, check_template_arguments
+from pellucid.server.protocol.chat import adds_generation_prompt, check_continuation, check_template_arguments
 from pellucid.server.protocol.chat_messages import Messages, Tool, template_messages, template_tools
+
+MAX_TOKENS = 2**20
+"""Most ids that are turned into text at once: no model's context is longer."""
 
 
 class TokenizeRequest(Struct, kw_only=True, frozen=True):
@@ -43,10 +46,8 @@ class TokenizeRequest(Struct, kw_only=True, frozen=True):
 
     @property
     def adds_generation_prompt(self) -> bool:
-        """On unless refused, or the last message is to be continued."""
-        if self.add_generation_prompt is None:
-            return not self.continue_final_message
-        return self.add_generation_prompt
+        """See `chat.adds_generation_prompt`."""
+        return adds_generation_prompt(self.add_generation_prompt, self.continue_final_message)
 
     def template_messages(self) -> list[dict[str, Any]]:
         """See `chat_messages.template_messages`."""
@@ -67,7 +68,7 @@ class TokenizeResponse(Struct, frozen=True):
 
 
 class DetokenizeRequest(Struct, kw_only=True, frozen=True):
-    tokens: list[Annotated[int, Meta(ge=0, le=MAX_INT)]]
+    tokens: Annotated[list[Annotated[int, Meta(ge=0, le=MAX_INT)]], Meta(max_length=MAX_TOKENS)]
     model: str | None = None
 
 

@@ -65,9 +65,7 @@ def test_a_push_that_adds_nothing_is_falsy() -> None:
     parser = StreamingParser(FORMATS["kimi_k2"].grammar())
     assert not parser.push("")
     assert not parser.push("<|tool_calls_section_begin|>")
-    assert not parser.has_tool_calls
-    assert parser.push("<|tool_call_begin|>f:0<|tool_call_argument_begin|>")
-    assert parser.has_tool_calls
+    assert parser.push("<|tool_call_begin|>f:0<|tool_call_argument_begin|>").tool_calls
     assert parser.finish() == MessageDelta()
 
 
@@ -128,3 +126,15 @@ def test_a_grammar_serves_several_outputs_at_once() -> None:
     ends = (first.finish(), second.finish())
     for parts in zip(*deltas, ends, strict=True):
         assert add_up(parts) == grammar.parse(text)
+
+
+def test_the_parser_knows_whether_it_is_in_reasoning() -> None:
+    parser = StreamingParser(FORMATS["hermes"].grammar("qwen3"))
+    inside = []
+    for text in ["", "\n", "<thi", "nk>", "a", "\n</thi", "nk>", "\n", "b<think>"]:
+        parser.push(text)
+        inside.append(parser.in_reasoning)
+    assert inside == [True, True, True, True, True, True, False, False, False]
+    plain = StreamingParser(FORMATS["hermes"].grammar())
+    plain.push("<think>")
+    assert not plain.in_reasoning

@@ -1,14 +1,21 @@
 from __future__ import annotations
 
 import json
+import time
 from typing import Any
 
+import msgspec
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from pellucid.server.errors import ApiError
-from pellucid.server.protocol.body import MAX_DEPTH, MAX_UNKNOWN, decode_body
+from pellucid.server.protocol.body import MAX_DEPTH, decode_body
 from pellucid.server.protocol.chat import ChatCompletionRequest
 from pellucid.server.protocol.completions import CompletionRequest
+from pellucid.server.protocol.messages import MessageRequest
+from pellucid.server.protocol.responses import ResponseRequest
+from pellucid.server.protocol.unknown_fields import MAX_UNKNOWN
 
 USER = {"role": "user", "content": "hi"}
 
@@ -39,6 +46,11 @@ def refusal(data: bytes | dict[str, Any]) -> ApiError:
         ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text"),
         ({"stop": ["a", ""]}, "stop[1]"),
         ({"stop": ["a"] * 17}, "stop"),
+        ({"stop": "a" * 1025}, "stop"),
+        ({"stop": ["a", "é" * 1025]}, "stop[1]"),
+        ({"stop_token_ids": [1] * 1025}, "stop_token_ids"),
+        ({"allowed_token_ids": [1] * 1_000_001}, "allowed_token_ids"),
+        ({"logit_bias": {str(token_id): 1 for token_id in range(1025)}}, "logit_bias"),
         ({"logit_bias": {"a": 1}}, "logit_bias"),
         ({"logit_bias": {"1": "x"}}, "logit_bias"),
         ({"logit_bias": {"1": 101}}, "logit_bias"),
@@ -53,6 +65,19 @@ def test_param_is_the_path_of_the_field(body: dict[str, Any], param: str) -> Non
     error = refusal(body)
     assert error.param == param
     assert param in error.message
+
+
+def test_lists_may_be_as_long_as_their_limits() -> None:
+    fields = {
+        "stop": [chr(97 + index) * 1024 for index in range(16)],
+        "stop_token_ids": list(range(1024)),
+        "allowed_token_ids": [1] * 1_000_000,
+        "logit_bias": {str(token_id): 1.0 for token_id in range(1024)},
+    }
+    request, _ = decode_body(json.dumps({"messages": [USER], **fields}).encode(), ChatCompletionRequest)
+    for name in ("stop", "stop_token_ids", "allowed_token_ids"):
+        assert getattr(request, name) == fields[name]
+    assert request.logit_bias == dict.fromkeys(range(1024), 1.0)
 
 
 def test_a_whole_number_may_be_written_as_a_float() -> None:
@@ -105,8 +130,8 @@ def test_parts_other_than_text_are_refused_by_name(kind: str) -> None:
         (b'{"temperature": NaN}', "not valid JSON"),
         (b'{"x": Infinity}', "not valid JSON"),
         (b'{"temperature": 1e999}', "range"),
-        (b'{"metadata": {"a": 1e999}}', "range"),
-        (b'{"metadata": {"a": ' + b"9" * 5000 + b"}}", "range"),
+        (b'{"chat_template_kwargs": {"a": 1e999}}', "range"),
+        (b'{"chat_template_kwargs": {"a": ' + b"9" * 5000 + b"}}", "range"),
         (b'{"user": "\xff"}', "UTF-8"),
         (b'{"x": "\xed\xa0\x80"}', "UTF-8"),
         (b'{"user": "\\ud800"}', "surrogate"),
@@ -118,7 +143,7 @@ def test_what_is_not_json_is_refused(data: bytes, reason: str) -> None:
     assert reason in refusal(data).message
 
 
-@pytest.mark.parametrize("opening", [b'{"x": ', b'{"x": [', b'{"metadata": {"a": ', b"["])
+@pytest.mark.parametrize("opening", [b'{"x": ', b'{"x": [', b'{"chat_template_kwargs": {"a": ', b"["])
 def test_a_recursion_bomb_is_refused(opening: bytes) -> None:
     assert refusal(opening + b"[" * 100_000).status == 400
     assert refusal(opening + b'{"a":' * 100_000).status == 400
@@ -127,7 +152,7 @@ def test_a_recursion_bomb_is_refused(opening: bytes) -> None:
 def nested(depth: int) -> bytes:
     """A body of exactly that depth."""
     inner = b'{"a":' * (depth - 1) + b"1" + b"}" * (depth - 1)
-    return b'{"messages": [{"role": "user", "content": "hi"}], "metadata": ' + inner + b"}"
+    return b'{"messages": [{"role": "user", "content": "hi"}], "chat_template_kwargs": ' + inner + b"}"
 
 
 def test_nesting_is_bounded_below_what_recursion_can_bear() -> None:
@@ -139,6 +164,39 @@ def test_brackets_in_text_are_no_nesting() -> None:
     body = json.dumps({"prompt": "[{" * 1000, "stop": ["[" * 200]}).encode()
     request, _ = decode_body(body, CompletionRequest)
     assert request.prompt == "[{" * 1000
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    value=st.recursive(
+        st.text(alphabet='[]{}"\\\n', max_size=6) | st.integers(),
+        lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(alphabet='[{"\\', max_size=3), inner),
+        max_leaves=30,
+    ),
+    levels=st.integers(MAX_DEPTH - 4, MAX_DEPTH),
+)
+def test_nesting_is_what_a_walk_finds(value: Any, levels: int) -> None:
+    def depth(part: Any) -> int:
+        if not isinstance(part, list | dict):
+            return 0
+        return 1 + max(map(depth, part.values() if isinstance(part, dict) else part), default=0)
+
+    for _ in range(levels):
+        value = [value]
+    body = json.dumps({"prompt": "", "chat_template_kwargs": {}, "x": value}).encode()
+    if depth(value) + 1 > MAX_DEPTH:
+        assert "nests deeper" in refusal(body).message
+    else:
+        decode_body(body, CompletionRequest)
+
+
+@pytest.mark.parametrize("inner", [b"[]", b"[" * 60 + b"]" * 60, b'"[",[{}]', b'{"\\"":[]}'])
+def test_a_body_of_millions_of_values_is_refused_at_once(inner: bytes) -> None:
+    values = b"[" + (inner + b",") * (8_000_000 // len(inner)) + b"[]]"
+    data = b'{"messages": [{"role": "user", "content": "hi"}], "chat_template_kwargs": {"a": ' + values + b"}}"
+    start = time.process_time()
+    assert "lists and objects" in refusal(data).message
+    assert time.process_time() - start < 1
 
 
 def test_of_a_field_given_twice_the_last_counts() -> None:
@@ -177,13 +235,25 @@ def test_removed_fields_are_refused_with_the_remedy(name: str, remedy: str) -> N
     assert refusal({name: {}}).param == name
 
 
-@pytest.mark.parametrize("value", [None, False, [], ""])
-def test_a_removed_field_that_says_nothing_is_ignored(value: object) -> None:
+@pytest.mark.parametrize(("value", "named"), [(None, ()), *((value, ("guided_json",)) for value in (False, [], ""))])
+def test_a_removed_field_that_says_nothing_is_ignored(value: object, named: tuple[str, ...]) -> None:
     body = json.dumps({"messages": [USER], "guided_json": value}).encode()
-    assert decode_body(body, ChatCompletionRequest)[1] == ("guided_json",)
+    assert decode_body(body, ChatCompletionRequest)[1] == named
 
 
 def test_a_long_value_is_not_echoed_whole() -> None:
     error = refusal({"reasoning_effort": "x" * 10_000})
     assert error.param == "reasoning_effort"
     assert len(error.message) < 400 and "one of: high" in error.message
+
+
+@pytest.mark.parametrize("type", [ResponseRequest, MessageRequest])
+@pytest.mark.parametrize(
+    "metadata", [{"a": {}}, {"a": [1]}, {"a": "x" * 513}, {"x" * 65: ""}, {str(i): "" for i in range(17)}]
+)
+def test_metadata_is_small_and_flat(type: type[msgspec.Struct], metadata: dict[str, Any]) -> None:
+    base = {"input": "hi"} if type is ResponseRequest else {"messages": [USER], "max_tokens": 1}
+    decode_body(json.dumps({**base, "metadata": {"x" * 64: "x" * 512}}).encode(), type)
+    with pytest.raises(ApiError) as raised:
+        decode_body(json.dumps({**base, "metadata": metadata}).encode(), type)
+    assert str(raised.value.param).startswith("metadata")
