@@ -285,9 +285,10 @@ class EngineClient:
                 generation = touched[delta.request_id] = self._generations[delta.request_id]
                 generation.push(delta)
         for request_id, generation in touched.items():
-            if generation.prompt_logprobs is None:
+            if generation.lacks_prompt_logprobs:
                 generation.prompt_logprobs = self._outputs.prompt_logprobs(request_id)
-            if self._outputs.is_finished(request_id):
+                generation.lacks_prompt_logprobs = False
+            if generation.is_whole:
                 self._outputs.abort(request_id)
                 del self._generations[request_id]
             generation.wake()

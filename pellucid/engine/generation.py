@@ -19,6 +19,7 @@ class Generation:
         self.request_id = request.request_id
         self.prompt_token_ids = request.prompt_token_ids
         self.prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
+        self.lacks_prompt_logprobs = request.params.prompt_logprobs is not None
         self.samples = request.params.n
         self._close = close
         self._unfinished = self._to_come = request.params.n
@@ -47,6 +48,11 @@ class Generation:
                     if delta.error is not None:
                         raise delta.error
             yield deltas
+
+    @property
+    def is_whole(self) -> bool:
+        """Is every sample's last delta here, read or not?"""
+        return not self._to_come
 
     def close(self) -> None:
         """Abort what still runs; the engine stops computing it within one step. Does nothing the second time."""

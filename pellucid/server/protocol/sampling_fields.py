@@ -1,6 +1,6 @@
 """Request fields that chat and completions share: sampling, stopping, constraints, streaming. Base of both requests.
 
-Throughout, None means "not asked": null and absent are the same, and defaults are applied in `server.sampling`.
+Throughout, None means "not asked": null and absent are the same, and defaults are applied in `server.generation.sampling`.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from msgspec import Meta, Struct
 
 from pellucid.core import MAX_INT, MAX_LOGPROBS, MAX_STOP_CHARS, MAX_STOP_STRINGS
 from pellucid.server.errors import bad_request
+from pellucid.server.protocol.metadata import Metadata
 from pellucid.server.protocol.response_format import ResponseFormat, StructuredOutputsFields
 
 # Lists are bounded: each id costs time and memory. A list of allowed ids may be as long as a large vocabulary.
@@ -105,7 +106,7 @@ class SamplingFields(CommonFields, kw_only=True, frozen=True):
     return_token_ids: bool | None = None
 
     user: str | None = None
-    metadata: dict[str, Any] | None = None
+    metadata: Metadata | None = None
     store: bool | None = None
     service_tier: str | None = None
     prompt_cache_key: str | None = None

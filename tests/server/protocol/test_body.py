@@ -247,12 +247,13 @@ def test_a_long_value_is_not_echoed_whole() -> None:
     assert len(error.message) < 400 and "one of: high" in error.message
 
 
-@pytest.mark.parametrize("type", [ResponseRequest, MessageRequest])
+@pytest.mark.parametrize("type", [ResponseRequest, MessageRequest, ChatCompletionRequest, CompletionRequest])
 @pytest.mark.parametrize(
     "metadata", [{"a": {}}, {"a": [1]}, {"a": "x" * 513}, {"x" * 65: ""}, {str(i): "" for i in range(17)}]
 )
 def test_metadata_is_small_and_flat(type: type[msgspec.Struct], metadata: dict[str, Any]) -> None:
-    base = {"input": "hi"} if type is ResponseRequest else {"messages": [USER], "max_tokens": 1}
+    bases: dict[Any, dict[str, Any]] = {ResponseRequest: {"input": "hi"}, CompletionRequest: {"prompt": "hi"}}
+    base = bases.get(type, {"messages": [USER], "max_tokens": 1})
     decode_body(json.dumps({**base, "metadata": {"x" * 64: "x" * 512}}).encode(), type)
     with pytest.raises(ApiError) as raised:
         decode_body(json.dumps({**base, "metadata": metadata}).encode(), type)
