@@ -1,7 +1,8 @@
 """`python -m pellucid.bench.server`: what the server itself costs, measured with an engine that takes no time.
 
 Two figures: chunks a second that 128 streams get at most, one chunk a token; and at a given rate, how long after the
-engine has a token its chunk is in the client's hands. Server, engine and client share the machine's cores.
+engine has a token its chunk is in the client's hands, with 128 streams in lockstep (the worst case: 128 tokens at once)
+and with a quarter of them. Server, engine and client share the machine's cores.
 """
 
 from __future__ import annotations
@@ -30,7 +31,6 @@ from pellucid.core import PellucidError
 
 CONTENT = re.compile(rb'"content":"([A-Za-z0-9]+)"')
 START_TIMEOUT_S = 60
-CLIENT_PAUSE_S = 0.0005
 
 
 class Load:
@@ -59,9 +59,6 @@ class Load:
             received.append([])
             selector.register(connection, selectors.EVENT_READ, index)
         while selector.get_map():
-            # A client that sleeps until each chunk would be woken for each, at the server's expense: on one machine, the
-            # sender pays for that. What this adds to the latency, half a millisecond at most, is counted.
-            time.sleep(CLIENT_PAUSE_S)
             for key, _ in selector.select():
                 assert isinstance(key.fileobj, socket.socket)
                 data = key.fileobj.recv(1 << 18)
@@ -139,6 +136,32 @@ def _wait_ready(server: subprocess.Popen[bytes], port: int) -> None:
     raise PellucidError("the server on the stub engine did not get ready; its log is above")
 
 
+def measure_latency(model: str, streams: int, rate: float, runs: int) -> dict[str, dict[str, float]]:
+    """What the server adds at `rate` tokens a second: a step of `streams` tokens at once, and a pause.
+
+    Milliseconds, the median over all tokens of a run and the 99th percentile; each with its spread over runs. With
+    many streams a step's tokens stand in line, so both grow with `streams` at the same rate.
+    """
+    from pellucid.engine.inputs import load_tokenizer
+    from pellucid.engine.startup import open_model
+
+    tokenizer = load_tokenizer(open_model(model).checkpoint)
+    assert tokenizer is not None
+    step_of = {text.encode(): step for step, (_, text) in enumerate(step_tokens(tokenizer))}
+    p50, p99 = [], []
+    count = min(200, MAX_STEPS // (runs + 2))
+    with tempfile.NamedTemporaryFile() as file:
+        file.truncate(MAX_STEPS * STAMP.size)
+        with stub_server(model, "--step-s", str(streams / rate), "--stamps", file.name) as (port, _):
+            for _ in range(runs):
+                received = Load(port, streams, count).run()
+                stamps = [value for (value,) in STAMP.iter_unpack(Path(file.name).read_bytes())]
+                found = sorted(latencies(received, stamps, step_of))
+                p50.append(found[len(found) // 2] * 1e3)
+                p99.append(found[int(len(found) * 0.99)] * 1e3)
+    return {"p50": _spread(p50, 2), "p99": _spread(p99, 2)}
+
+
 def cpu_seconds(pid: int) -> float:
     """User and system time that a process has used so far."""
     values = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
@@ -161,24 +184,7 @@ def main(model: str, streams: int, tokens: int, rate: float, runs: int, save: Pa
             before = cpu_seconds(pid)
             rates.append(throughput(Load(port, streams, tokens).run(), tokens))
             costs.append((cpu_seconds(pid) - before) / (streams * tokens))
-    from pellucid.engine.inputs import load_tokenizer
-    from pellucid.engine.startup import open_model
-
-    tokenizer = load_tokenizer(open_model(model).checkpoint)
-    assert tokenizer is not None
-    step_of = {text.encode(): step for step, (_, text) in enumerate(step_tokens(tokenizer))}
-    p50, p99 = [], []
-    with tempfile.NamedTemporaryFile() as file:
-        file.truncate(MAX_STEPS * STAMP.size)
-        step_s = streams / rate
-        count = min(100, MAX_STEPS // (runs + 2))
-        with stub_server(model, "--step-s", str(step_s), "--stamps", file.name) as (port, _):
-            for _ in range(runs):
-                received = Load(port, streams, count).run()
-                stamps = [value for (value,) in STAMP.iter_unpack(Path(file.name).read_bytes())]
-                found = sorted(latencies(received, stamps, step_of))
-                p50.append(found[len(found) // 2])
-                p99.append(found[int(len(found) * 0.99)])
+    added = {str(count): measure_latency(model, count, rate, runs) for count in (streams // 4, streams)}
     result = {
         "bench": "server",
         "version": __version__,
@@ -190,8 +196,7 @@ def main(model: str, streams: int, tokens: int, rate: float, runs: int, save: Pa
         "streamed_tokens_per_s": _spread(rates, 0),
         "api_cpu_us_per_token": _spread([cost * 1e6 for cost in costs], 1),
         "rate_tokens_per_s": rate,
-        "added_latency_ms_p50": _spread([value * 1e3 for value in p50], 2),
-        "added_latency_ms_p99": _spread([value * 1e3 for value in p99], 2),
+        "added_latency_ms_by_streams": added,
     }
     if save is not None:
         with save.open("a") as results:

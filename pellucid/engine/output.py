@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from pellucid.core import (
     CompletionOutput,
@@ -23,8 +22,7 @@ if TYPE_CHECKING:
     import torch
 
 
-@dataclass(frozen=True, slots=True)
-class TextDelta:
+class TextDelta(NamedTuple):
     """What became visible of one sample after a step. `text` may be empty while a stop string may be forming.
 
     `finish_reason` is set on the last delta of a sample, with its `metrics`. It is "abort" when the sample could not
@@ -32,7 +30,7 @@ class TextDelta:
     """
 
     request_id: str
-    index: int
+    index: int  # type: ignore[assignment]
     text: str
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprobs, ...] = ()
@@ -80,8 +78,9 @@ class OutputBuilder:
     def push(self, output: StepOutput) -> TextDelta:
         """Take one step's output. When a stop string completed, `finish_reason` is "stop" and the caller must end
         the request in the worker."""
-        # By position: after a preemption the same rows are computed, and sent, again.
-        self.prompt_logprobs[output.start : output.start + len(output.prompt_logprobs)] = output.prompt_logprobs
+        if output.prompt_logprobs:
+            # By position: after a preemption the same rows are computed, and sent, again.
+            self.prompt_logprobs[output.start : output.start + len(output.prompt_logprobs)] = output.prompt_logprobs
         if output.hidden is not None:
             self._hidden[output.start] = output.hidden
         new_ids: tuple[int, ...] = ()
@@ -104,6 +103,9 @@ class OutputBuilder:
         if finish is not None:
             self._finish(finish, reason, output)
         self._text.append(text)
+        if finish is None and output.logprobs is None:
+            # The usual token.
+            return TextDelta(self._group_id, self.index, text, new_ids)
         logprobs = (output.logprobs,) if output.logprobs is not None else ()
         metrics = self.metrics if finish is not None else None
         error = None if output.failure is None else output.failure.as_exception()

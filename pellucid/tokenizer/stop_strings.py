@@ -19,6 +19,9 @@ class StopAutomaton:
 
     A state is a prefix of some stop string; 0 is the empty one.
 
+    Attributes:
+        is_empty: there are none, and all text can be shown as it comes.
+
     Raises:
         InvalidRequestError: an empty stop string.
     """
@@ -26,6 +29,7 @@ class StopAutomaton:
     def __init__(self, stops: Sequence[str]) -> None:
         if any(not stop for stop in stops):
             raise InvalidRequestError("stop strings must not be empty", "stop")
+        self.is_empty = not stops
         self._next: list[dict[str, int]] = [{}]
         self._depth = [0]
         self._found: list[str | None] = [None]
@@ -95,6 +99,8 @@ class StopStringMatcher:
         """The text that is now safe to show: no part of it can belong to a stop string found later."""
         if self.matched is not None:
             return ""
+        if self._automaton.is_empty:
+            return delta
         state, automaton = self._state, self._automaton
         for index, char in enumerate(delta):
             state = automaton.advance(state, char)
