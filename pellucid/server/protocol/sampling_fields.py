@@ -1,6 +1,7 @@
 """Request fields that chat and completions share: sampling, stopping, constraints, streaming. Base of both requests.
 
-Throughout, None means "not asked": null and absent are the same, and defaults are applied in `server.generation.sampling`.
+Throughout, None means "not asked": null and absent are the same, and defaults are applied in
+`server.generation.sampling`.
 """
 
 from __future__ import annotations
