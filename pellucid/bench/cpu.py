@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -19,6 +18,7 @@ from typing import Any
 
 import click
 
+from pellucid.bench.provenance import provenance, save, spread
 from pellucid.models.hub import DEFAULT_MODEL, resolve_model
 
 # Real text, so that neither engine runs on degenerate input.
@@ -118,10 +118,6 @@ def first_token_seconds(model: str, threads: int) -> float:
     return time.perf_counter() - begin
 
 
-def spread(values: list[float]) -> dict[str, float]:
-    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
-
-
 @click.command()
 @click.option("--model", default=DEFAULT_MODEL, help="A GGUF file that both engines read.")
 @click.option("--llama-cpp", "llama_python", help="A Python that has llama-cpp-python; without it only Pellucid runs.")
@@ -162,17 +158,12 @@ def main(model: str, llama_python: str | None, threads: int, rounds: int, tokens
         f"{'start to first token':28} {statistics.median(starts):8.2f} s       ({min(starts):.2f} to {max(starts):.2f})"
     )
     record = {
-        "command": "python -m pellucid.bench.cpu "
-        + " ".join(a if "/" not in a else Path(a).name for a in sys.argv[1:]),
-        "date": time.strftime("%Y-%m-%d"),
-        "commit": _commit(),
+        **provenance("pellucid.bench.cpu"),
         "model": Path(path).name,
         "threads": threads,
-        "cpu": _cpu_name(),
         "versions": {
             "pellucid": ours.hello["version"],
             "torch": importlib.metadata.version("torch"),
-            "python": platform.python_version(),
             **{name: engine.hello["version"] for name, engine in engines.items() if name != "pellucid"},
         },
         "tok_s": {label: spread(values) for label, values in rates.items()},
@@ -181,11 +172,7 @@ def main(model: str, llama_python: str | None, threads: int, rounds: int, tokens
         # They part where llama.cpp's 8-bit activations tip a near-tie; ours are exact.
         "equal_leading_tokens": _equal_leading(*texts.values()) if len(texts) > 1 else None,
     }
-    line = json.dumps(record)
-    click.echo(line)
-    if out is not None:
-        with out.open("a") as file:
-            file.write(line + "\n")
+    click.echo(save(record, out))
 
 
 def _equal_leading(ours: list[int], theirs: list[int]) -> int:
@@ -201,19 +188,6 @@ def _ratios(rates: dict[str, list[float]]) -> dict[str, float]:
         if f"llama.cpp {kind} batch 1" in median:
             ratios[f"{kind} / llama.cpp"] = median[f"pellucid {kind} batch 1"] / median[f"llama.cpp {kind} batch 1"]
     return ratios
-
-
-def _cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown")
-
-
-def _commit() -> str | None:
-    result = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False)
-    return result.stdout.strip() or None
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ import os
 import re
 import selectors
 import socket
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -20,12 +19,12 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import UTC, datetime
 from pathlib import Path
 
 import click
 
 from pellucid import __version__
+from pellucid.bench.provenance import provenance, save, spread
 from pellucid.bench.stub_engine import MAX_STEPS, STAMP, step_tokens
 from pellucid.core import PellucidError
 
@@ -159,7 +158,7 @@ def measure_latency(model: str, streams: int, rate: float, runs: int) -> dict[st
                 found = sorted(latencies(received, stamps, step_of))
                 p50.append(found[len(found) // 2] * 1e3)
                 p99.append(found[int(len(found) * 0.99)] * 1e3)
-    return {"p50": _spread(p50, 2), "p99": _spread(p99, 2)}
+    return {"p50": spread(p50, 2), "p99": spread(p99, 2)}
 
 
 def cpu_seconds(pid: int) -> float:
@@ -174,8 +173,8 @@ def cpu_seconds(pid: int) -> float:
 @click.option("--tokens", default=500, help="Tokens of each stream when measuring the most.")
 @click.option("--rate", default=2000.0, help="Tokens a second when measuring the latency.")
 @click.option("--runs", default=5)
-@click.option("--save", type=click.Path(path_type=Path), help="Append the result to this JSONL file.")
-def main(model: str, streams: int, tokens: int, rate: float, runs: int, save: Path | None) -> None:
+@click.option("--save", "out", type=click.Path(path_type=Path), help="Append the result to this JSONL file.")
+def main(model: str, streams: int, tokens: int, rate: float, runs: int, out: Path | None) -> None:
     """Measure, and print one JSON line."""
     rates, costs = [], []
     with stub_server(model) as (port, pid):
@@ -188,28 +187,16 @@ def main(model: str, streams: int, tokens: int, rate: float, runs: int, save: Pa
     result = {
         "bench": "server",
         "version": __version__,
-        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
-        "command": " ".join(["python -m pellucid.bench.server", *sys.argv[1:]]),
+        **provenance("pellucid.bench.server"),
         "cores": os.cpu_count(),
         "streams": streams,
         "runs": runs,
-        "streamed_tokens_per_s": _spread(rates, 0),
-        "api_cpu_us_per_token": _spread([cost * 1e6 for cost in costs], 1),
+        "streamed_tokens_per_s": spread(rates, 0),
+        "api_cpu_us_per_token": spread([cost * 1e6 for cost in costs], 1),
         "rate_tokens_per_s": rate,
         "added_latency_ms_by_streams": added,
     }
-    if save is not None:
-        with save.open("a") as results:
-            results.write(json.dumps(result) + "\n")
-    click.echo(json.dumps(result))
-
-
-def _spread(values: list[float], digits: int) -> dict[str, float]:
-    return {
-        "median": round(statistics.median(values), digits),
-        "min": round(min(values), digits),
-        "max": round(max(values), digits),
-    }
+    click.echo(save(result, out))
 
 
 if __name__ == "__main__":

@@ -116,11 +116,6 @@ def unsupported_media_type(content_type: str | None) -> ApiError:
     return ApiError(415, f"the Content-Type must be application/json, got {given}", code="unsupported_media_type")
 
 
-def not_implemented(message: str) -> ApiError:
-    """501: an endpoint of the OpenAI API that this server does not have on purpose."""
-    return ApiError(501, message, type="invalid_request_error", code="not_implemented")
-
-
 def overloaded(message: str, retry_after_s: float, code: str = "overloaded") -> ApiError:
     """503 while loading, draining or with a full queue: the same request will work after `retry_after_s`."""
     return ApiError(503, message, type="server_error", code=code, headers=_retry_after(retry_after_s))

@@ -17,7 +17,6 @@ EVERY_ERROR = {
     413: errors.too_large(10_000_000),
     415: errors.unsupported_media_type("text/plain"),
     500: errors.internal(),
-    501: errors.not_implemented("no embeddings here"),
     503: errors.overloaded("the queue is full", 2.5),
 }
 

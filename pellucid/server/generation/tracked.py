@@ -15,7 +15,7 @@ from pellucid.engine.client import EngineDeadError
 from pellucid.engine.generation import Generation
 from pellucid.engine.output import TextDelta
 from pellucid.engine.prompts import EncodedPrompt
-from pellucid.server.context import ServerContext
+from pellucid.server.context import DRAINING_RETRY_S, ServerContext
 from pellucid.server.errors import ApiError, engine_dead, from_pellucid, overloaded, timed_out
 from pellucid.server.telemetry.record import RequestRecord, current_record
 
@@ -73,7 +73,7 @@ class TrackedGeneration:
             raise self._told(timed_out(f"the request took longer than the {seconds:g} s that it has")) from None
         except ServerStoppingError as error:
             self._end("shutdown")
-            raise self._told(overloaded(str(error), RETRY_S, "draining")) from None
+            raise self._told(overloaded(str(error), DRAINING_RETRY_S, "draining")) from None
         except EngineDeadError:
             self._end("dead")
             raise self._told(engine_dead()) from None
@@ -181,10 +181,6 @@ def begin_generation(
     record.prompt_tokens += len(prompt.token_ids)
     context.accounting.begin(request_id, len(prompt.token_ids), params.n, record.arrival or time.monotonic())
     return TrackedGeneration(context, generation, record)
-
-
-RETRY_S = 10
-"""After a drain: a supervisor has started a new server by then, perhaps."""
 
 
 async def encode_off_loop(context: ServerContext, text: str | Sequence[int]) -> EncodedPrompt:
