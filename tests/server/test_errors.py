@@ -48,7 +48,6 @@ def test_anthropics_envelope_names_the_kind_and_the_field() -> None:
         413: "request_too_large",
         415: "invalid_request_error",
         500: "api_error",
-        501: "api_error",
         503: "overloaded_error",
     }
     assert errors.bad_request("must be positive", "max_tokens").anthropic_body() == {
