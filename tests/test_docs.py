@@ -74,6 +74,17 @@ def test_modules_that_docstrings_name_exist() -> None:
     assert {found for found in named if not exists(found[1])} == set()
 
 
+def render_command(name: str, meaning: str, command: click.Command) -> list[str]:
+    lines = [f"## pellucid {name}", "", meaning, "", "| flag | meaning |", "|---|---|"]
+    for parameter in command.params:
+        if isinstance(parameter, click.Option):
+            names = " / ".join((*parameter.opts, *parameter.secondary_opts))
+            lines.append(f"| `{names}` | {parameter.help} |")
+        else:
+            lines.append(f"| `{parameter.name.upper() if parameter.name else ''}` | argument |")
+    return [*lines, ""]
+
+
 def render_flags() -> str:
     """docs/flags.md, from the commands themselves. `python tests/test_docs.py` writes it."""
     lines = [
@@ -85,14 +96,12 @@ def render_flags() -> str:
     for verb in sorted(COMMANDS):
         command = cli.get_command(click.Context(cli), verb)
         assert command is not None
-        lines += [f"## pellucid {verb}", "", COMMANDS[verb][1], "", "| flag | meaning |", "|---|---|"]
-        for parameter in command.params:
-            if isinstance(parameter, click.Option):
-                names = " / ".join((*parameter.opts, *parameter.secondary_opts))
-                lines.append(f"| `{names}` | {parameter.help} |")
-            else:
-                lines.append(f"| `{parameter.name.upper() if parameter.name else ''}` | argument |")
-        lines.append("")
+        if isinstance(command, click.Group):
+            for name in sorted(command.commands):
+                one = command.commands[name]
+                lines += render_command(f"{verb} {name}", one.get_short_help_str(limit=200), one)
+        else:
+            lines += render_command(verb, COMMANDS[verb][1], command)
     return "\n".join(lines)
 
 

@@ -4,29 +4,17 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import click
 
 from pellucid.cli.engine_options import engine_args, engine_options
-
-
-def _complete_hardware(_ctx: click.Context, _param: click.Parameter, incomplete: str) -> list[str]:
-    from pellucid.hardware import fixture_names
-
-    return [name for name in ("this", *fixture_names()) if name.startswith(incomplete)]
+from pellucid.cli.targets import hardware_option, local_path
 
 
 @click.command()
 @click.argument("model", type=click.Path())
-@click.option(
-    "--hardware",
-    default="this",
-    metavar="NAME",
-    help="Machine: this one, a known name, or a JSON file.",
-    shell_complete=_complete_hardware,
-)
+@hardware_option
 @click.option("--why", metavar="OP@BUCKET", help="One decision in full, such as attention.decode@1 or kv.page_size.")
 @click.option("--json", "as_json", is_flag=True, help="Print the plan itself as JSON.")
 @engine_options
@@ -42,7 +30,7 @@ def explain(ctx: click.Context, /, model: str, hardware: str, why: str | None, a
     from pellucid.selection.memory import stored_bytes
     from pellucid.selection.resolve import resolve
 
-    checkpoint = Checkpoint.open(_local_path(model))
+    checkpoint = Checkpoint.open(local_path(model))
     report = checkpoint.report()
     report.require_supported()
     stored = stored_bytes(checkpoint.tensors, report.traits.num_layers)
@@ -55,12 +43,3 @@ def explain(ctx: click.Context, /, model: str, hardware: str, why: str | None, a
     else:
         conflicts = tuple(f"conflict: {line}" for line in report.conflicts)
         click.echo(render(plan, (*conflicts, *report.notes)))
-
-
-def _local_path(model: str) -> Path:
-    """The path itself when it is one; otherwise the model of that name, downloaded if need be."""
-    if Path(model).exists():
-        return Path(model)
-    from pellucid.models.hub import resolve_model
-
-    return resolve_model(model, weights=False)

@@ -17,6 +17,7 @@ COMMANDS = {
     "generate": ("pellucid.cli.generate:generate", "Continue a prompt, or answer a question."),
     "completion": ("pellucid.cli.completion:completion", "Print the completion script of a shell."),
     "serve": ("pellucid.cli.serve:serve", "Serve a model over HTTP."),
+    "bench": ("pellucid.cli.bench:bench", "State the hardware's limit, and measure against it."),
     "explain": ("pellucid.cli.explain:explain", "Show what would run on a machine, and why."),
 }
 """Verb -> where its command is, and its line in `--help`: listing the verbs imports none of them."""

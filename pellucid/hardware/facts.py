@@ -46,6 +46,18 @@ class CPU:
 
 
 @dataclass(frozen=True, slots=True)
+class Speeds:
+    """What one device of a machine can do: bytes read per second, dense bf16 operations per second, who says so.
+
+    For stating floors; nothing is chosen by it.
+    """
+
+    read_bandwidth: float
+    matrix_flops: float
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
 class Hardware:
     """A machine: its GPUs in the driver's order, how they are linked, and its software.
 
@@ -61,6 +73,7 @@ class Hardware:
     nvcc: tuple[int, int] | None = None
     packages: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    speeds: Speeds | None = None
 
     @property
     def device(self) -> Literal["cpu", "cuda"]:
@@ -116,6 +129,8 @@ def hardware_from_json(values: Mapping[str, Any], origin: str) -> Hardware:
                 major, minor = rest[name]
                 rest[name] = (int(major), int(minor))
         rest["notes"] = tuple(rest.get("notes", ()))
+        if rest.get("speeds") is not None:
+            rest["speeds"] = Speeds(**rest["speeds"])
         return Hardware(cpu=cpu, gpus=gpus, **rest)
     except KeyError as error:
         raise PellucidError(f"{origin}: not a hardware description: {error.args[0]!r} is missing") from error

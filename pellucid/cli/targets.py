@@ -1,0 +1,31 @@
+"""MODEL and --hardware, as the verbs take them that need neither weights nor a GPU: `explain` and `bench roofline`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+
+def _complete(_ctx: click.Context, _param: click.Parameter, incomplete: str) -> list[str]:
+    from pellucid.hardware import fixture_names
+
+    return [name for name in ("this", *fixture_names()) if name.startswith(incomplete)]
+
+
+hardware_option = click.option(
+    "--hardware",
+    default="this",
+    metavar="NAME",
+    help="Machine: this one, a known name, or a JSON file.",
+    shell_complete=_complete,
+)
+
+
+def local_path(model: str) -> Path:
+    """The path itself when it is one; otherwise the model of that name, downloaded if need be, its JSON files alone."""
+    if Path(model).exists():
+        return Path(model)
+    from pellucid.models.hub import resolve_model
+
+    return resolve_model(model, weights=False)
