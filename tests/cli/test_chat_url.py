@@ -327,6 +327,14 @@ def test_a_servers_flag_without_a_server_is_refused(flag: str, capsys: pytest.Ca
 # Ctrl-C, and the terminal.
 
 
+@pytest.fixture
+def heard_interrupts() -> Iterator[None]:
+    """SIGINT reaches the program: a shell that started the tests in its background has it ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 def keep_sending(send: Send) -> None:
     for _ in range(500):
         send(b": still here\n\n")
@@ -334,6 +342,7 @@ def keep_sending(send: Send) -> None:
     raise AssertionError("the client never hung up")
 
 
+@pytest.mark.usefixtures("heard_interrupts")
 @pytest.mark.parametrize("before", [[], [chunk(content="par")]], ids=["waiting", "answering"])
 def test_ctrl_c_closes_the_connection_and_the_conversation_goes_on(
     before: list[Any], server: ScriptedServer, chat: Chat
