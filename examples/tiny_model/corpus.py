@@ -117,7 +117,7 @@ def jargon() -> Iterator[Document]:
 
 DIRECTIVE = re.compile(
     r"^(?P<indent> *)\.\. (?P<kind>function|class|method|classmethod|staticmethod|data|attribute|exception|opcode)"
-    r":: (?P<name>[^\n]+)\n(?P<more>(?:(?P=indent) +[^\n]+\n)*)(?P<body>(?:(?P=indent) +[^\n]*\n|\n)*)",
+    r":: (?P<name>[^\n]+)\n(?:(?P=indent) +[^\n]+\n)*(?P<body>(?:(?P=indent) +[^\n]*\n|\n)*)",
     re.MULTILINE,
 )
 PURPOSE = (

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pellucid.core import PellucidError
 from pellucid.hardware.facts import Hardware, Speeds
 from pellucid.selection.args import ITEMSIZE
-from pellucid.selection.memory import bytes_per_weight
+from pellucid.selection.memory import bytes_per_weight, rank_share
 from pellucid.traits.model import MLATraits, ModelTraits, MoETraits, WeightFormat
 
 
@@ -97,7 +97,7 @@ def step_floor(
         *_attention_ops(model, batch, ranks),
         _attention_core(model, batch, context, ranks, ITEMSIZE[kv_dtype]),
         *_mlp_ops(model, batch, ranks, hit),
-        _matrix("lm_head", 1, model.hidden_size * _share(model.vocab_size, ranks), model.weights.lm_head, batch),
+        _matrix("lm_head", 1, model.hidden_size * rank_share(model.vocab_size, ranks), model.weights.lm_head, batch),
     )
     reduced = None
     if ranks > 1:
@@ -117,7 +117,7 @@ def _matrix(name: str, layers: int, weights: float, form: WeightFormat, tokens: 
 def _attention_ops(model: ModelTraits, batch: int, ranks: int) -> Iterator[Op]:
     """The projections. Latent ones are a copy on every rank, those with heads are divided."""
     a, hidden, form = model.attention, model.hidden_size, model.weights.attention
-    heads = _share(a.num_heads, ranks)
+    heads = rank_share(a.num_heads, ranks)
     if not isinstance(a, MLATraits):
         kv_heads = max(1, a.num_kv_heads // ranks)
         yield _matrix("qkv", model.num_layers, hidden * (heads + 2 * kv_heads) * a.head_dim, form, batch)
@@ -141,29 +141,25 @@ def _attention_core(model: ModelTraits, batch: int, context: int, ranks: int, it
     size = batch * context * a.kv_elements_per_token(ranks) * itemsize
     width = a.latent_head_size + a.kv_lora_rank if isinstance(a, MLATraits) else 2 * a.head_dim
     return Op(
-        "attention over the cache", model.num_layers, size, 2 * _share(a.num_heads, ranks) * width * batch * context
+        "attention over the cache", model.num_layers, size, 2 * rank_share(a.num_heads, ranks) * width * batch * context
     )
 
 
 def _mlp_ops(model: ModelTraits, batch: int, ranks: int, hit: float | None) -> Iterator[Op]:
     hidden, forms, moe = model.hidden_size, model.weights, model.moe
     if model.num_dense_layers:
-        weights = 3 * hidden * _share(model.intermediate_size, ranks)
+        weights = 3 * hidden * rank_share(model.intermediate_size, ranks)
         yield _matrix("dense MLP", model.num_dense_layers, weights, forms.dense_mlp, batch)
     if moe is None or hit is None:
         return
     layers = model.num_layers - model.num_dense_layers
     yield _matrix("router", layers, hidden * moe.num_experts, WeightFormat("bf16"), batch)
     if moe.num_shared_experts:
-        weights = 3 * hidden * _share(moe.shared_intermediate_size, ranks)
+        weights = 3 * hidden * rank_share(moe.shared_intermediate_size, ranks)
         yield _matrix("shared experts", layers, weights, forms.shared_experts or forms.dense_mlp, batch)
-    expert = 3 * hidden * _share(moe.intermediate_size, ranks)
+    expert = 3 * hidden * rank_share(moe.intermediate_size, ranks)
     size = hit * expert * bytes_per_weight(forms.routed_experts or forms.dense_mlp)
     yield Op("routed experts", layers, size, 2 * expert * moe.top_k * batch)
-
-
-def _share(width: int, ranks: int) -> int:
-    return -(-width // ranks)
 
 
 # --- all-reduce -----------------------------------------------------------------------------------------------------

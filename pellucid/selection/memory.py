@@ -74,22 +74,22 @@ def count_weights(model: ModelTraits, tensor_parallel_size: int = 1) -> tuple[We
     text = f"{model.num_layers} layers x {_attention(model, 1)}"
     counts = [WeightCount("attention", model.num_layers * _attention(model, tp), forms.attention, text)]
     if model.num_dense_layers:
-        dense = model.num_dense_layers * 3 * hidden * _share(model.intermediate_size, tp)
+        dense = model.num_dense_layers * 3 * hidden * rank_share(model.intermediate_size, tp)
         text = f"{model.num_dense_layers} layers x 3 x {hidden} x {model.intermediate_size}"
         counts.append(WeightCount("dense MLP", dense, forms.dense_mlp, text))
     if model.moe is not None:
         layers, moe = model.num_layers - model.num_dense_layers, model.moe
-        routed = layers * moe.num_experts * 3 * hidden * _share(moe.intermediate_size, tp)
+        routed = layers * moe.num_experts * 3 * hidden * rank_share(moe.intermediate_size, tp)
         text = f"{layers} layers x {moe.num_experts} experts x 3 x {hidden} x {moe.intermediate_size}"
         counts.append(WeightCount("routed experts", routed, forms.routed_experts or forms.dense_mlp, text))
         if moe.num_shared_experts:
-            shared = layers * 3 * hidden * _share(moe.shared_intermediate_size, tp)
+            shared = layers * 3 * hidden * rank_share(moe.shared_intermediate_size, tp)
             text = f"{layers} layers x 3 x {hidden} x {moe.shared_intermediate_size}"
             counts.append(WeightCount("shared experts", shared, forms.shared_experts or forms.dense_mlp, text))
         router = layers * hidden * moe.num_experts
         text = f"{layers} layers x {hidden} x {moe.num_experts}, a copy per rank"
         counts.append(WeightCount("router", router, WeightFormat("bf16"), text))
-    vocabulary = _share(model.vocab_size, tp) * hidden
+    vocabulary = rank_share(model.vocab_size, tp) * hidden
     text = f"{model.vocab_size} x {hidden}"
     counts.append(WeightCount("embedding", vocabulary, forms.embedding, text))
     if not model.tied_embeddings:
@@ -100,7 +100,7 @@ def count_weights(model: ModelTraits, tensor_parallel_size: int = 1) -> tuple[We
 def _attention(model: ModelTraits, tp: int) -> int:
     """Weights of one attention layer on one rank."""
     a, hidden = model.attention, model.hidden_size
-    heads = _share(a.num_heads, tp)
+    heads = rank_share(a.num_heads, tp)
     if isinstance(a, MLATraits):
         queries = heads * a.qk_head_dim
         q = hidden * queries if a.q_lora_rank is None else a.q_lora_rank * (hidden + queries)
@@ -110,7 +110,8 @@ def _attention(model: ModelTraits, tp: int) -> int:
     return hidden * a.head_dim * (2 * heads + 2 * kv_heads)
 
 
-def _share(width: int, tp: int) -> int:
+def rank_share(width: int, tp: int) -> int:
+    """What one of `tp` ranks holds of a divided width; the last ranks pad where it does not divide."""
     return -(-width // tp)
 
 
@@ -128,10 +129,10 @@ def kv_formula(model: ModelTraits, kv_dtype: str, tensor_parallel_size: int) -> 
 def activation_bytes(model: ModelTraits, dtype: str, tokens: int, sequences: int, tp: int) -> BillItem:
     """An estimate of the largest step's temporaries: the widest layer's rows, and fp32 logits of every sequence."""
     widest = max(
-        2 * _share(model.intermediate_size, tp), _share(model.attention.num_heads, tp) * 3 * _query_width(model)
+        2 * rank_share(model.intermediate_size, tp), rank_share(model.attention.num_heads, tp) * 3 * _query_width(model)
     )
     if model.moe is not None:
-        widest = max(widest, model.moe.top_k * (2 * _share(model.moe.intermediate_size, tp) + model.hidden_size))
+        widest = max(widest, model.moe.top_k * (2 * rank_share(model.moe.intermediate_size, tp) + model.hidden_size))
     rows = tokens * (4 * model.hidden_size + widest) * ITEMSIZE[dtype]
     logits = sequences * model.vocab_size * 4 * 2
     text = (
