@@ -1,4 +1,4 @@
-# make demo    build .venv and let a real model answer, with its speed and its plan
+# make demo    build .venv and let two real models answer, with their speed and their plans
 # make test    the whole CPU suite (what CI runs)
 # make check   lint, types, tests
 # make clients real SDKs and load generators against the server; CLIENTS="--only guidellm --keep" picks
@@ -7,6 +7,7 @@ PYTHON ?= $(shell for p in python3 python3.12 python3.11; do \
 VENV ?= .venv
 BIN := $(VENV)/bin
 QUESTION ?= What is gravity?
+DEMO_MLA := $(BIN)/pellucid generate demo-mla --chat --max-tokens 160
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
 .PHONY: demo test check lint types clients clean
@@ -17,6 +18,13 @@ DEV := $(VENV)/.dev
 
 demo: $(ENGINE)
 	@$(BIN)/pellucid generate smollm2 --chat --prompt "$(QUESTION)" --max-tokens 160 --plan
+	@printf '\nThree questions for demo-mla, our own small model with latent attention (MLA) and experts (MoE):\n'
+	@printf '\n> %s\n' "What does grok mean?"
+	@$(DEMO_MLA) --prompt "What does grok mean?"
+	@printf '\n> %s\n' "What does os.path.join do?"
+	@$(DEMO_MLA) --prompt "What does os.path.join do?"
+	@printf '\n> %s\n' "What is a hacker?"
+	@$(DEMO_MLA) --prompt "What is a hacker?" --plan
 
 test: $(DEV) lint types
 	$(BIN)/python -m pytest

@@ -30,6 +30,17 @@ from pellucid import LLM, SamplingParams
 
 FOLDER = Path(__file__).parent / "package" / "pellucid_demo_mla"
 SAMPLED = ("The module", "A hacker is", "def read(", "The following example", "[common] A program that", "Changed in")
+ASKED = (
+    "Hello",
+    "Who are you?",
+    "What is a hacker?",
+    "What does grok mean?",
+    "What does os.path.join do?",
+    "What is the capital of France?",
+    "What does foo mean?",
+    "What does json.dumps do?",
+    "Complete this function:\n\ndef fibonacci(n):",
+)
 Texts = dict[str, list[str]]
 
 
@@ -194,30 +205,35 @@ def score(decoder: definition.Decoder, prompts: list[list[int]]) -> tuple[Tensor
     losses, taken = [], []
     for prompt in prompts:
         ids = torch.tensor([prompt])
-        logits, _ = decoder(ids[:, :-1])
+        logits, _, _ = decoder(ids[:, :-1])
         losses.append(F.cross_entropy(logits[0], ids[0, 1:], reduction="none"))
         taken.append(logits[0].argmax(-1))
     return torch.cat(losses), torch.cat(taken)
 
 
 def sensitivity(folder: Path, texts: Texts) -> dict[str, dict[str, float]]:
-    """What each error of WRONG does to held-out text: the loss's rise in nats per token with its standard error (token
-    by token), and the share of positions at which greedy decoding would take another token.
+    """What each error of WRONG does to held-out text: the loss's rise in nats per token with its standard error, and
+    the share of positions at which greedy decoding would take another token.
+
+    The standard error is over texts (of a ratio of sums): the tokens of one text are not independent.
     """
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     prompts = [tokenizer.encode(text).ids for items in texts.values() for text in items]
     decoder = load(folder)
+    sizes = [len(prompt) - 1 for prompt in prompts]
     losses, taken = score(decoder, prompts)
     found = {"right": {"loss": round(losses.mean().item(), 4)}}
     for name in WRONG:
         with wrong(name, decoder):
             wrong_losses, wrong_taken = score(decoder, prompts)
-        rise = wrong_losses - losses
+        rises = wrong_losses - losses
+        rise = rises.mean()
+        spread = torch.stack([text.sum() for text in (rises - rise).split(sizes)]).norm() / len(rises)
         found[name] = {
-            "rise": round(rise.mean().item(), 4),
-            "standard_error": round(rise.std().item() / math.sqrt(len(rise)), 4),
+            "rise": round(rise.item(), 4),
+            "standard_error": round(spread.item(), 4),
             "other_token": round((wrong_taken != taken).float().mean().item(), 4),
         }
     return found
@@ -234,6 +250,16 @@ def distinct_bigrams(llm: LLM, tokens: int = 512) -> list[float]:
         ids = output.outputs[0].token_ids
         ratios.append(round(len(set(pairwise(ids))) / (len(ids) - 1), 3))
     return ratios
+
+
+def answers(llm: LLM, tokens: int = 200) -> list[dict[str, str]]:
+    """What the model says, greedily, to each of ASKED, and whether it ended by itself ("stop") or at the limit."""
+    params = SamplingParams(temperature=0, max_tokens=tokens)
+    outputs = llm.chat([[{"role": "user", "content": question}] for question in ASKED], params)
+    return [
+        {"question": question, "answer": output.outputs[0].text, "ended": str(output.outputs[0].finish_reason)}
+        for question, output in zip(ASKED, outputs, strict=True)
+    ]
 
 
 def plot(folder: Path) -> None:
@@ -273,6 +299,7 @@ def main() -> None:
         "bytes": {source: sum(len(text.encode()) for text in items) for source, items in texts.items()},
         "bits_per_byte": rates,
         "distinct_bigrams": distinct_bigrams(llm),
+        "answers": answers(llm),
         "if_wrong": sensitivity(arguments.model, texts),
     }
     (arguments.model / "evaluation.json").write_text(json.dumps(found, indent=1) + "\n")

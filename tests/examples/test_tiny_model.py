@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import importlib
 import random
-from collections.abc import Iterator
+from argparse import Namespace
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -14,6 +15,7 @@ import pytest
 import torch
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "tiny_model"
+Train = Callable[..., Any]
 SMALL = {
     "vocab_size": 128,
     "hidden_size": 64,
@@ -48,6 +50,10 @@ def decoder(scripts: dict[str, ModuleType]) -> Any:
     return made
 
 
+def biases_of(decoder: Any) -> list[torch.Tensor]:
+    return [layer.mlp.gate.e_score_correction_bias for layer in decoder.layers[1:]]
+
+
 def in_transformers(decoder: Any) -> Any:
     from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 
@@ -73,11 +79,16 @@ def in_transformers(decoder: Any) -> Any:
 def test_the_plain_decoder_gives_the_logits_of_transformers(decoder: Any) -> None:
     ids = torch.randint(0, SMALL["vocab_size"], (2, 200), generator=torch.Generator().manual_seed(1))
     with torch.inference_mode():
-        found, loads = decoder(ids)
+        found, loads, scores = decoder(ids)
         expected = in_transformers(decoder)(ids).logits
     assert expected.std() > 0.1
     torch.testing.assert_close(found, expected, atol=1e-3 * float(expected.std()), rtol=0)
-    assert loads.sum(1).tolist() == [ids.numel() * decoder.config["num_experts_per_tok"]] * 2
+    experts, mean = decoder.config["n_routed_experts"], ids.numel() * decoder.config["num_experts_per_tok"] / 16
+    counts = loads * mean
+    torch.testing.assert_close(counts, counts.round(), atol=1e-3, rtol=0)
+    assert counts.round().sum(1).tolist() == [mean * experts] * 2
+    assert scores.shape == (2, experts)
+    assert ((scores > 0) & (scores < 1)).all()
 
 
 def test_every_planted_error_changes_the_logits_and_is_undone(decoder: Any, scripts: dict[str, ModuleType]) -> None:
@@ -96,14 +107,75 @@ def test_every_planted_error_changes_the_logits_and_is_undone(decoder: Any, scri
 
 
 def test_balancing_lowers_the_bias_of_the_busy_and_raises_that_of_the_idle(decoder: Any) -> None:
-    biases = [layer.mlp.gate.e_score_correction_bias for layer in decoder.layers[1:]]
+    biases = biases_of(decoder)
     before = [bias.clone() for bias in biases]
-    loads = torch.full((2, 16), 8)
-    loads[:, 3], loads[:, 5] = 16, 0
+    loads = torch.ones(2, 16)  # 1 is the mean
+    loads[:, 3], loads[:, 5] = 2, 0
     decoder.balance(loads, 0.01)
     for bias, old in zip(biases, before, strict=True):
         change = (bias - old).round(decimals=4)
         assert (change[3], change[5], change[0]) == (pytest.approx(-0.01), pytest.approx(0.01), 0)
+
+
+def test_a_new_router_s_bias_is_spread_and_in_each_layer_in_another_order(scripts: dict[str, ModuleType]) -> None:
+    torch.manual_seed(0)
+    made = scripts["model"].Decoder(scripts["model"].CONFIG | SMALL)
+    first, second = biases_of(made)
+    spread = torch.linspace(-0.3, 0.3, 16)
+    assert torch.equal(first.sort().values, spread)
+    assert torch.equal(second.sort().values, spread)
+    assert not torch.equal(first, second)
+
+
+def test_unevenness_is_nothing_when_loads_are_even_and_else_lowers_the_scores_of_the_busy(
+    scripts: dict[str, ModuleType],
+) -> None:
+    unevenness = scripts["train"].unevenness
+    scores = torch.rand(2, 16, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    assert unevenness(torch.ones(2, 16), scores) == 0
+    loads = torch.ones(2, 16)
+    loads[:, 3], loads[:, 5] = 2, 0
+    unevenness(loads, scores).backward()
+    assert (scores.grad[:, 3] > 0).all()  # what descends lowers it
+    assert (scores.grad[:, 5] < 0).all()
+    assert (scores.grad[:, 0] == 0).all()
+
+
+@pytest.fixture
+def train_briefly(scripts: dict[str, ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Train]:
+    """Trains a small decoder for some steps on random text; keywords are arguments of train.py."""
+    rng = np.random.default_rng(0)
+    for split, size in (("train", 2000), ("validation", 100)):
+        tokens, starts = rng.integers(0, SMALL["vocab_size"], size).astype(np.uint16), np.arange(0, size, 40)
+        kinds = ("plain", "chat")
+        arrays = {f"{kind}_tokens": tokens for kind in kinds} | {f"{kind}_starts": starts for kind in kinds}
+        np.savez(tmp_path / f"{split}.npz", **arrays)
+    monkeypatch.setattr(scripts["model"], "CONFIG", scripts["model"].CONFIG | SMALL)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    usual = {"seed": 1, "epochs": 1.0, "length": 32, "batch": 2, "optimizer": "muon", "lr": 0.004, "weight_decay": 0.1}
+    usual |= {"dropout": 0.1, "report": 100, "seconds": 0.0, "evenness": 3.0}
+    precision = torch.get_float32_matmul_precision()
+    yield lambda **given: scripts["train"].train(tmp_path, Namespace(**(usual | given)))[0]
+    torch.set_float32_matmul_precision(precision)
+
+
+def test_the_bias_is_fixed_while_the_routers_learn_alone_and_balances_afterwards(train_briefly: Train) -> None:
+    alone = biases_of(train_briefly(steps=4, router_alone=1.0))
+    spread = torch.linspace(-0.3, 0.3, 16)
+    assert all(torch.equal(bias.sort().values, spread) for bias in alone)
+    half = biases_of(train_briefly(steps=4, router_alone=0.5))
+    for bias, start in zip(half, alone, strict=True):  # the same seed, so the same order
+        assert (bias - start).abs().max() == pytest.approx(0.002, abs=1e-6)  # two steps of 0.001
+
+
+def test_the_evenness_loss_teaches_the_routers_while_they_learn_alone_and_never_afterwards(
+    train_briefly: Train,
+) -> None:
+    def router(**given: float) -> torch.Tensor:
+        return train_briefly(steps=2, **given).layers[1].mlp.gate.weight.detach()
+
+    assert not torch.equal(router(router_alone=1.0, evenness=3.0), router(router_alone=1.0, evenness=0.0))
+    assert torch.equal(router(router_alone=0.0, evenness=3.0), router(router_alone=0.0, evenness=0.0))
 
 
 def test_tempering_helps_an_overconfident_model_and_keeps_its_order(

@@ -1,4 +1,4 @@
-"""Names of models: a path, the embedded default, a hub name, or one clear line."""
+"""Names of models: a path, the embedded default, our own demo-mla, a hub name, or one clear line."""
 
 from __future__ import annotations
 
@@ -40,6 +40,20 @@ def test_the_file_with_the_expected_hash_is_kept_and_reused(wheel: Path, monkeyp
     assert hub.resolve_model(hub.DEFAULT_MODEL) == kept
 
 
+def test_demo_mla_is_the_checkout_s_or_else_the_installed_package_s(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert (hub.resolve_model(hub.DEMO_MLA) / "config.json").is_file()
+    monkeypatch.setattr(hub, "DEMO_MLA_CHECKOUT", tmp_path / "no checkout")
+    with pytest.raises(PellucidError, match=r"pip install \./examples/tiny_model/package"):
+        hub.resolve_model(hub.DEMO_MLA)
+    installed = tmp_path / "site-packages" / hub.DEMO_MLA_PACKAGE
+    installed.mkdir(parents=True)
+    (installed / "__init__.py").touch()
+    monkeypatch.syspath_prepend(str(installed.parent))
+    assert hub.resolve_model(hub.DEMO_MLA) == installed
+
+
 def test_a_name_that_is_nothing_says_what_it_may_be() -> None:
-    with pytest.raises(PellucidError, match="no such model: nowhere; give a model directory"):
+    with pytest.raises(PellucidError, match=r"no such model: nowhere; give a model directory.* smollm2 or demo-mla"):
         hub.resolve_model("nowhere")
