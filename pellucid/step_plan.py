@@ -7,6 +7,9 @@ from typing import NamedTuple
 
 from pellucid.core import FinishReason
 
+UNKNOWN_TOKEN = -1
+"""Stands in a decode row for the token that the step before it samples: the newest of that request."""
+
 
 class ScheduledSequence(NamedTuple):
     """One row of a step: compute the KV of positions `[start, start + len(token_ids))`.
@@ -14,8 +17,9 @@ class ScheduledSequence(NamedTuple):
     `pages` is the page table of the sequence from position 0: position p lies in `pages[p // page_size]` at offset
     `p % page_size`, and the table covers every position of the row. From row to row of a request it only grows at its
     end, unless the request was preempted in between. With `sample`, the logits of the last position
-    are sampled. A row with `is_prefill` False is a decode row: one generated token. All others are prefill, a single
-    prompt token and a recomputation after preemption included.
+    are sampled. A row with `is_prefill` False is a decode row: one generated token, `UNKNOWN_TOKEN` where the step that
+    samples it is still in flight. All others are prefill, a single prompt token and a recomputation after preemption
+    included.
     """
 
     request_id: str

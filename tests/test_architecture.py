@@ -28,7 +28,7 @@ ROWS = {
 
 PURE = ("core", "step_plan", "utils", "traits", "hardware", "selection", "scheduler", "tokenizer")
 MAX_FILE_LINES = 400
-MAX_PACKAGE_LINES = 27_000
+MAX_PACKAGE_LINES = 35_000
 
 ARCHITECTURE = re.compile(
     r"For(CausalLM|ConditionalGeneration)\b|deepseek_?v?[23]|kimi_|moonlight|glm4|glm_moe|qwen[23]|\bllama\b(?![.-]cpp)|mistral_",

@@ -1,8 +1,22 @@
-"""Declaration of our Triton MLA kernels: ragged prefill, and split-K decode in tiles of 16 query heads."""
+"""MLA by our Triton kernels: ragged prefill on expanded keys, split-K decode in latent space."""
 
 from __future__ import annotations
 
-from pellucid.traits.backend import ANY, ANY_HEADS, BackendTraits, Package, Priority, SharedMemoryModel
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate
+from typing import TYPE_CHECKING
+
+from pellucid.attention.base import Span
+from pellucid.traits.backend import ANY, ANY_HEADS, BackendTraits, Package, Phase, Priority, SharedMemoryModel
+
+if TYPE_CHECKING:
+    import torch
+
+    from pellucid.attention.base import AttentionMetadata, Expand
+    from pellucid.kernels.context import KernelContext
+    from pellucid.kernels.triton.prefill_tiles import DeviceLimits, StepMemo
 
 PREFILL_TILES = SharedMemoryModel(
     kernel="ragged MLA prefill",
@@ -11,14 +25,15 @@ PREFILL_TILES = SharedMemoryModel(
     terms=("M*qk", "N*qk", "N*v", "M*N"),
     tiles=((128, 64), (64, 64), (32, 64)),
 )
-"""One stage: Q, K and V tiles and the probabilities, all 16-bit; reported as 106496 bytes for 128x64 at 192/128."""
+"""The least that a tile takes; more buffers of K and V are taken where the device has room for them."""
 
 TRAITS = BackendTraits(
     name="triton_mla",
     op="attention",
     summary="own Triton kernels; decode tiles 16 heads, so few heads per rank waste nothing",
     priority=Priority.OWN_PORTABLE,
-    source="design; shared memory from triton-lang/triton#8182 and sgl-project/sglang#14311",
+    source="kernels/triton/mla_decode.py, kernels/triton/prefill.py",
+    built_in=True,
     phases=frozenset({"prefill", "decode"}),
     devices=frozenset({"cuda"}),
     sm=ANY,
@@ -33,5 +48,116 @@ TRAITS = BackendTraits(
     packages=(Package("triton"),),
     shared_memory=(PREFILL_TILES,),
     notes="Triton compiles for the device it finds: the limits, not a list of devices, decide.",
-    unverified=frozenset({"shared_memory"}),
 )
+
+MAX_EXPANDED = 1 << 29
+"""Values of K and V held at once, 1 GiB in 16 bits: as many sequences as they suffice for are one group."""
+
+
+def create(context: KernelContext, phase: Phase) -> TritonMLA:
+    from pellucid.kernels.triton.prefill_tiles import StepMemo, device_limits
+
+    return TritonMLA(phase, device_limits(context.device), StepMemo())
+
+
+@dataclass(frozen=True, slots=True)
+class TritonMLA:
+    """Implements `AttentionBackend`. Decode reads tensors of the metadata alone, so that a graph can hold it."""
+
+    phase: Phase
+    limits: DeviceLimits
+    memo: StepMemo
+
+    @property
+    def expands_latent(self) -> bool:
+        return self.phase == "prefill"
+
+    def gqa(
+        self,
+        q: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        metadata: AttentionMetadata,
+        *,
+        num_kv_heads: int,
+        scale: float,
+    ) -> torch.Tensor:
+        raise NotImplementedError("multi-head latent attention only")
+
+    def mla(
+        self, q: torch.Tensor, latent: torch.Tensor, metadata: AttentionMetadata, *, kv_lora_rank: int, scale: float
+    ) -> torch.Tensor:
+        import torch
+
+        from pellucid.kernels.triton.gqa_decode import combine
+        from pellucid.kernels.triton.mla_decode import split_decode, splits_for
+
+        rows, heads = q.shape[:2]
+        table = metadata.page_table
+        splits = splits_for(rows, heads, self.limits.sm_count, table.shape[1] * latent.shape[1])
+        parts = q.new_empty((rows, splits, heads, kv_lora_rank), dtype=torch.float32)
+        lse = q.new_empty((rows, splits, heads), dtype=torch.float32)
+        where = (table, metadata.sequence, metadata.context)
+        split_decode(q.contiguous(), latent, *where, scale, kv_lora_rank, parts, lse)
+        out = q.new_empty(rows, heads, kv_lora_rank)
+        combine(parts, lse, out.view(rows, heads * kv_lora_rank))
+        return out
+
+    def mla_expanded(
+        self,
+        q: torch.Tensor,
+        latent: torch.Tensor,
+        metadata: AttentionMetadata,
+        *,
+        kv_lora_rank: int,
+        scale: float,
+        expand: Expand,
+    ) -> torch.Tensor:
+        from pellucid.kernels.triton.prefill import ragged_prefill
+        from pellucid.kernels.triton.prefill_tiles import prefill_tile, query_tiles
+
+        heads, qk_dim = q.shape[1:]
+        pool = latent.flatten(0, 1)
+        longest = max(span.stop - span.start for span in metadata.spans)
+        out = q.new_empty(0)
+        for first, spans in groups_of(metadata.spans, MAX_EXPANDED // (2 * heads * qk_dim)):
+            slots = self.memo.get(metadata, first, partial(key_slots, metadata, latent, first, spans))
+            rows = pool[slots]  # [keys, kv_lora_rank + rope]
+            k_nope, v = expand(rows[:, :kv_lora_rank])
+            if out.dim() == 1:
+                out = q.new_empty(*q.shape[:2], v.shape[-1])
+            tile = prefill_tile(qk_dim, v.shape[-1], self.limits, longest)
+            make_tiles = partial(query_tiles, spans, tile.block_m, q.device, key_starts(spans))
+            tiles = self.memo.get(metadata, (first, tile.block_m), make_tiles)
+            ragged_prefill(q, k_nope, v, tiles, scale, out, tile=tile, k_shared=rows[:, kv_lora_rank:])
+        return out
+
+
+def groups_of(spans: Sequence[Span], max_keys: int) -> Iterator[tuple[int, Sequence[Span]]]:
+    """Runs of spans with at most `max_keys` keys together, or one span with more; with the index of their first."""
+    start, keys = 0, 0
+    for index, span in enumerate(spans):
+        if index > start and keys + span.context > max_keys:
+            yield start, spans[start:index]
+            start, keys = index, 0
+        keys += span.context
+    yield start, spans[start:]
+
+
+def key_starts(spans: Sequence[Span]) -> list[int]:
+    """Where the keys of each span begin when those of all lie one after another."""
+    return [0, *accumulate(span.context for span in spans)][: len(spans)]
+
+
+def key_slots(metadata: AttentionMetadata, latent: torch.Tensor, first: int, spans: Sequence[Span]) -> torch.Tensor:
+    """int64 [keys]: rows of the pool that hold the keys of `spans`, the first of which is number `first`."""
+    import torch
+
+    page, device = latent.shape[1], latent.device
+    # Known here, so that the device need not be asked for it.
+    total = sum(span.context for span in spans)
+    starts, counts = torch.tensor([key_starts(spans), [span.context for span in spans]], device=device)
+    sequence = torch.repeat_interleave(counts, output_size=total)
+    position = torch.arange(total, device=device) - starts[sequence]
+    slots: torch.Tensor = metadata.page_table[first + sequence, position // page].long() * page + position % page
+    return slots

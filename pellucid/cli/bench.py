@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from pellucid.cli.targets import hardware_option, local_path
+from pellucid.cli.bench_kernels import kernels
+from pellucid.cli.bench_offline import offline
+from pellucid.cli.targets import CONCURRENCY, hardware_option, local_path, whole_numbers
 from pellucid.core import PellucidError
 
 if TYPE_CHECKING:
     from pellucid.bench.roofline import StepFloor
-
-CONCURRENCY = "1,8,32,128"
 
 
 @click.group()
@@ -22,21 +22,15 @@ def bench() -> None:
     """Measure speed, always beside the limit that the hardware sets."""
 
 
-def _numbers(_ctx: click.Context, param: click.Parameter, value: str) -> tuple[int, ...]:
-    try:
-        found = tuple(int(part) for part in value.split(","))
-    except ValueError:
-        found = ()
-    if not found or min(found) < 1:
-        raise click.BadParameter(f"{value!r}: give whole numbers of 1 or more, as in {param.default or CONCURRENCY}")
-    return found
+bench.add_command(kernels)
+bench.add_command(offline)
 
 
 @bench.command()
 @click.argument("model", type=click.Path())
 @hardware_option
 @click.option(
-    "--concurrency", default=CONCURRENCY, show_default=True, callback=_numbers, help="Sequences decoded at a time."
+    "--concurrency", default=CONCURRENCY, show_default=True, callback=whole_numbers, help="Sequences decoded at a time."
 )
 @click.option("--context", default=1024, show_default=True, type=click.IntRange(1), help="Tokens of each sequence.")
 @click.option("--tensor-parallel-size", "-tp", type=click.IntRange(1), help="GPUs; all of the machine's by default.")

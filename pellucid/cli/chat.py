@@ -34,7 +34,7 @@ _CONTROLS = {code: None for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(co
 @engine_options
 @click.pass_context
 def chat(ctx: click.Context, /, model: str, system: str | None, url: str | None, **options: Any) -> None:
-    """Talk to MODEL (a model folder, a GGUF file, a hub name; the embedded smollm2 by default), or to a server.
+    """Talk to MODEL (a model folder, a GGUF file, a hub name, `demo-mla`; `smollm2` by default), or to a server.
 
     One line is one turn. Ctrl-C stops an answer, Ctrl-D ends the conversation, /reset starts a new one. Lines may
     also be piped in. Reasoning that a server sends apart is dimmed on a terminal, and left out elsewhere.

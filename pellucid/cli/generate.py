@@ -36,7 +36,7 @@ def generate(
     as_json: bool,
     **options: Any,
 ) -> None:
-    """Continue --prompt with MODEL (a model folder, a GGUF file, a hub name, or `smollm2`), greedily by default.
+    """Continue --prompt with MODEL (model folder, GGUF file, hub name, `smollm2` or `demo-mla`), greedily by default.
 
     Text goes to standard output; the time to the first token and the decode speed to standard error.
     """

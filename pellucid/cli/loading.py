@@ -1,4 +1,4 @@
-"""Starts an `LLM` from the command line with a status line while weights load. Used by `generate` and `chat`."""
+"""Starts an `LLM` from the command line with a status line while weights load. Used by verbs that run it themselves."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pellucid.selection.args import EngineArgs
 from pellucid.utils.progress import StatusLine
 
 
-def load_llm(args: EngineArgs, requires: Literal["text", "chat"]) -> LLM:
+def load_llm(args: EngineArgs, requires: Literal["ids", "text", "chat"]) -> LLM:
     """Raises PellucidError as `LLM` does. What takes long before weights load (a download, a build) says so."""
     logging.basicConfig(format="%(message)s", level=logging.INFO)
     status = StatusLine("loading")

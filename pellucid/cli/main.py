@@ -18,6 +18,7 @@ COMMANDS = {
     "completion": ("pellucid.cli.completion:completion", "Print the completion script of a shell."),
     "serve": ("pellucid.cli.serve:serve", "Serve a model over HTTP."),
     "bench": ("pellucid.cli.bench:bench", "State the hardware's limit, and measure against it."),
+    "profile": ("pellucid.cli.profile:profile", "Show where the time of a decode step goes, by kind of kernel."),
     "explain": ("pellucid.cli.explain:explain", "Show what would run on a machine, and why."),
 }
 """Verb -> where its command is, and its line in `--help`: listing the verbs imports none of them."""

@@ -55,7 +55,7 @@ class ServeCommand(click.Command):
 @engine_options
 @click.pass_context
 def serve(ctx: click.Context, /, model: str, dry_run: bool, **options: object) -> None:
-    """Serve MODEL (a model folder, a GGUF file, a hub name, or `smollm2`) over OpenAI's API and Anthropic's messages.
+    """Serve MODEL (model folder, GGUF file, hub name, `smollm2` or `demo-mla`) over OpenAI's and Anthropic's APIs.
 
     The port answers at once; /health/ready says when the model does. SIGTERM lets running requests finish.
     """

@@ -1,4 +1,4 @@
-"""MODEL and --hardware, as the verbs take them that need neither weights nor a GPU: `explain` and `bench roofline`."""
+"""MODEL and --hardware, as the verbs take them that need neither weights nor a GPU, and lists of concurrencies."""
 
 from __future__ import annotations
 
@@ -20,6 +20,20 @@ hardware_option = click.option(
     help="Machine: this one, a known name, or a JSON file.",
     shell_complete=_complete,
 )
+
+
+CONCURRENCY = "1,8,32,128"
+
+
+def whole_numbers(_ctx: click.Context, param: click.Parameter, value: str) -> tuple[int, ...]:
+    """Callback of an option such as `1,8,32`."""
+    try:
+        found = tuple(int(part) for part in value.split(","))
+    except ValueError:
+        found = ()
+    if not found or min(found) < 1:
+        raise click.BadParameter(f"{value!r}: give whole numbers of 1 or more, as in {param.default or CONCURRENCY}")
+    return found
 
 
 def local_path(model: str) -> Path:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pellucid.core import RequestOutput, SamplingParams
 from pellucid.engine.grammars import Grammars
@@ -18,6 +18,7 @@ from pellucid.hardware.facts import Hardware
 from pellucid.models.checkpoint import Checkpoint
 from pellucid.models.fingerprint import fingerprint
 from pellucid.models.weights import LoadProgress
+from pellucid.runner.base import Runner
 from pellucid.selection.args import EngineArgs
 from pellucid.selection.plan import ExecutionPlan
 from pellucid.step_plan import SchedulerStats
@@ -49,7 +50,7 @@ class Engine:
         requires: Literal["ids", "text", "chat"] = "ids",
     ) -> None:
         self.args = args
-        files = open_model(args.model)
+        files = open_model(args.model, args.load_format)
         self.path, self.traits, self.notes = files.path, files.traits, files.notes
         self.plan: ExecutionPlan = make_plan(args, files, hardware)
         self.tokenizer = load_tokenizer(files.checkpoint, args.chat_template)
@@ -130,6 +131,11 @@ class Engine:
     def model_sha256(self) -> str:
         """Names the checkpoint by its content; see `models.fingerprint`."""
         return fingerprint(Checkpoint.open(self.path))
+
+    @property
+    def runner(self) -> Runner[Any]:
+        """What computes the steps: measured by `bench`, driven by nobody else."""
+        return self._worker.runner
 
     def abort(self, request_id: str) -> None:
         """Forget a prompt and all its samples; unknown ids are ignored."""

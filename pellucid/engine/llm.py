@@ -28,8 +28,8 @@ class LLM:
         llm = LLM("path/to/model")
         print(llm.generate("Once upon a time", SamplingParams(temperature=0))[0].outputs[0].text)
 
-    `model` is a Hugging Face directory, a GGUF file, a hub name, or `smollm2` for the embedded default. Keyword
-    arguments are the fields of `EngineArgs` (names as in vLLM), plus:
+    `model` is a Hugging Face directory, a GGUF file, a hub name, `demo-mla`, or `smollm2` for the embedded default.
+    Keyword arguments are the fields of `EngineArgs` (names as in vLLM), plus:
 
     Args:
         capture_layers: 0-based layers that `hidden_states` returns.

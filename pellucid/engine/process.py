@@ -274,7 +274,7 @@ def load(spec: EngineSpec, channel: Channel) -> tuple[Worker, Ready]:
     """A worker, and what the API process needs to know of it. Raises PellucidError as `LLM` does."""
     begin = time.monotonic()
     channel.send(Loading("reading the model's headers"))
-    files = open_model(spec.args.model)
+    files = open_model(spec.args.model, spec.args.load_format)
     channel.send(Loading("choosing the plan"))
     plan = make_plan(spec.args, files)
     tokenizer = load_tokenizer(files.checkpoint, spec.args.chat_template)

@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pellucid.core import InvalidRequestError, StructuredOutputs
+from pellucid.core import InvalidRequestError, PellucidError, StructuredOutputs
 from pellucid.engine.inputs import check_installed, slow_path_reasons
 from pellucid.engine.worker import Worker
 from pellucid.hardware.facts import Hardware
 from pellucid.hardware.probe import probe
 from pellucid.models.checkpoint import Checkpoint
 from pellucid.models.hub import resolve_model
+from pellucid.models.registry import unsaid_traits
+from pellucid.models.synthetic import SyntheticTensors, settle
 from pellucid.models.weights import LoadProgress
+from pellucid.runner.gpu_runner import GPURunner
 from pellucid.runner.model_runner import ModelRunner
 from pellucid.scheduler.config import SchedulerConfig
 from pellucid.scheduler.scheduler import Scheduler
-from pellucid.selection.args import EngineArgs
+from pellucid.selection.args import SYNTHETIC, EngineArgs
+from pellucid.selection.decode_path import FUSED
 from pellucid.selection.memory import stored_bytes
 from pellucid.selection.plan import ExecutionPlan
 from pellucid.selection.resolve import resolve
@@ -56,13 +60,17 @@ class ModelFiles:
     conflicts: tuple[str, ...]
 
 
-def open_model(name: str) -> ModelFiles:
+def open_model(name: str, load_format: str | None = None) -> ModelFiles:
     """Find the model (which may download it), read its headers, and say what it is. Needs no torch.
+
+    With the load format `synthetic` its config is enough, and no weight file is looked at.
 
     Raises:
         PellucidError: it is not there, is damaged, or has a trait that this version lacks.
     """
     check_installed()
+    if load_format == SYNTHETIC:
+        return _open_synthetic(name)
     path = resolve_model(name)
     checkpoint = Checkpoint.open(path)
     report = checkpoint.report()
@@ -70,6 +78,19 @@ def open_model(name: str) -> ModelFiles:
     checkpoint.require_weights()
     notes = (*report.notes, *report.conflicts)
     return ModelFiles(path, checkpoint, report.traits, notes, tuple(report.conflicts))
+
+
+def _open_synthetic(name: str) -> ModelFiles:
+    path = resolve_model(name, weights=False)
+    if path.suffix == ".gguf":
+        raise PellucidError(f"--load-format {SYNTHETIC}: {name} is GGUF; give a config.json or its directory")
+    checkpoint = Checkpoint.open(path / "config.json" if path.is_dir() else path)
+    report = checkpoint.report()
+    report.require_supported()
+    traits, assumed = settle(report.traits, unsaid_traits(checkpoint.config))
+    # With its directory, for a tokenizer that may lie there.
+    checkpoint = replace(checkpoint, path=path)
+    return ModelFiles(path, checkpoint, traits, (*report.notes, *report.conflicts, *assumed), report.conflicts)
 
 
 def make_plan(args: EngineArgs, files: ModelFiles, hardware: Hardware | None = None) -> ExecutionPlan:
@@ -103,7 +124,11 @@ def load_worker(
         logger.warning("%s: %s", files.path.name, conflict)
     for reason in slow_path_reasons(plan):
         logger.warning("%s", reason)
-    runner = ModelRunner(files.traits, files.checkpoint.tensors, plan, capture_layers, on_progress)
+    tensors = files.checkpoint.tensors
+    if plan.decision("load_format").value == SYNTHETIC:
+        tensors = SyntheticTensors(files.traits, plan.seed)
+    runner_class = GPURunner if plan.decode_path == FUSED else ModelRunner
+    runner = runner_class(files.traits, tensors, plan, capture_layers, on_progress)
     return Worker(Scheduler(scheduler_config(plan, debug)), runner, compile_constraint)
 
 

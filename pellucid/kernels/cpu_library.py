@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pellucid.core import PellucidError
+from pellucid.kernels.torch_ops import latent_write
 from pellucid.utils.cache import cache_dir
 from pellucid.utils.compiler import find_cxx
 
@@ -163,6 +164,8 @@ class CpuLibrary:
             x.data_ptr(), x.stride(0) * x.itemsize, slots.data_ptr(), cache.data_ptr(),
             x.shape[0], x.shape[1] * x.itemsize,
         )  # fmt: skip
+
+    latent_write = latent_write
 
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         """silu(gate_up[:, :n]) * gate_up[:, n:], [rows, n]."""

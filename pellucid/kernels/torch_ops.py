@@ -22,7 +22,44 @@ class RowOps(Protocol):
 
     def cache_write(self, x: torch.Tensor, slots: torch.Tensor, cache: torch.Tensor) -> None: ...
 
+    def latent_write(
+        self,
+        q_rope: torch.Tensor,
+        row: torch.Tensor,
+        norm: torch.Tensor,
+        eps: float,
+        table: torch.Tensor,
+        positions: torch.Tensor,
+        interleaved: bool,
+        slots: torch.Tensor,
+        cache: torch.Tensor,
+    ) -> None: ...
+
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor: ...
+
+
+def latent_write(
+    ops: RowOps,
+    q_rope: torch.Tensor,
+    row: torch.Tensor,
+    norm: torch.Tensor,
+    eps: float,
+    table: torch.Tensor,
+    positions: torch.Tensor,
+    interleaved: bool,
+    slots: torch.Tensor,
+    cache: torch.Tensor,
+) -> None:
+    """What an MLA layer does before attention, by the other operations of `ops`.
+
+    q_rope [tokens, heads, rope] is rotated in place. row [tokens, kv_lora_rank + rope] is normed (norm [kv_lora_rank]),
+    rotated and written to the cache; what is left in `row` itself is nobody's business.
+    """
+    rank = norm.shape[0]
+    ops.rms_norm(row[:, :rank], norm, eps, out=row[:, :rank])
+    ops.rope_(q_rope, table, positions, interleaved)
+    ops.rope_(row[:, None, rank:], table, positions, interleaved)
+    ops.cache_write(row, slots, cache)
 
 
 class TorchOps:
@@ -51,6 +88,8 @@ class TorchOps:
         """cache.view(-1, width)[slots[t]] = x[t]; rows with slot -1 (padding) are written nowhere."""
         real = slots >= 0
         cache.view(-1, x.shape[-1])[slots[real]] = x[real].to(cache.dtype)
+
+    latent_write = latent_write
 
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         """silu(gate_up[:, :n]) * gate_up[:, n:], [rows, n]."""

@@ -53,11 +53,11 @@ class MLAAttention:
             [self.qkv_a_proj.rows - traits.latent_head_size, traits.latent_head_size], dim=-1
         )
         q = self._queries(first).unflatten(-1, (traits.num_heads, traits.qk_head_dim))  # [tokens, heads, nope + rope]
-        self.kv_a_norm.inplace(row[:, : traits.kv_lora_rank])
-        self.rotary.rotate(q[..., traits.qk_nope_head_dim :], batch.positions)
-        self.rotary.rotate(row[:, None, traits.kv_lora_rank :], batch.positions)
-        latent = batch.pool.keys(self.layer)
-        self.ops.cache_write(row, batch.slots, latent)
+        latent, norm, rotary = batch.pool.keys(self.layer), self.kv_a_norm, self.rotary
+        self.ops.latent_write(
+            q[..., traits.qk_nope_head_dim :], row, norm.weight, norm.eps, rotary.table, batch.positions,
+            rotary.interleaved, batch.slots, latent,
+        )  # fmt: skip
         out = batch.attend(lambda part: self._attend(q[part.start : part.stop], latent, part))
         self.o_proj.add_to(residual, out.flatten(1))
 
@@ -81,16 +81,23 @@ class MLAAttention:
         return self.project_value(out)
 
     def _attend_expanded(self, q: torch.Tensor, latent: torch.Tensor, part: AttentionSegment) -> torch.Tensor:
-        import torch
 
         traits = self.traits
         metadata: AttentionMetadata = part.metadata
 
         def expand(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             """[keys, kv_lora_rank] -> K_nope [keys, heads, nope], V [keys, heads, v]."""
-            k_nope = torch.einsum("kc,hnc->khn", rows, self.key_up)
-            return k_nope, torch.einsum("kc,hvc->khv", rows, self.value_up)
+            assert self.key_up is not None and self.value_up is not None
+            return _per_head(rows, self.key_up), _per_head(rows, self.value_up)
 
         return part.backend.mla_expanded(
             q, latent, metadata, kv_lora_rank=traits.kv_lora_rank, scale=traits.softmax_scale, expand=expand
         )
+
+
+def _per_head(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """rows [n, kv_lora_rank] times weight [heads, width, kv_lora_rank] -> [n, heads, width], as one product."""
+    import torch
+
+    out: torch.Tensor = torch.nn.functional.linear(rows, weight.flatten(0, 1)).unflatten(-1, weight.shape[:2])
+    return out

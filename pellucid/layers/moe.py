@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -12,6 +13,9 @@ from pellucid.traits.model import MoETraits
 
 if TYPE_CHECKING:
     import torch
+
+Route = Callable[["torch.Tensor", MoETraits, "torch.Tensor | None"], tuple["torch.Tensor", "torch.Tensor"]]
+"""What `route` does, by whatever means."""
 
 
 def route(
@@ -55,10 +59,11 @@ class MoE:
     correction_bias: torch.Tensor | None
     experts: MoEKernel
     shared_experts: MLP | None
+    route: Route = route
 
     def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> None:
         """residual [tokens, hidden] += moe(x)."""
-        experts, weights = route(self.gate(x), self.traits, self.correction_bias)
+        experts, weights = self.route(self.gate(x), self.traits, self.correction_bias)
         self.experts.add_to(residual, x, experts, weights)
         if self.shared_experts is not None:
             self.shared_experts.add_to(residual, x)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from pellucid.core import CheckpointError
 from pellucid.traits.model import GQATraits, MLATraits, ModelTraits
-from pellucid.traits.tensors import TextTensors
+from pellucid.traits.tensors import TensorInfo, TextTensors
 
 Shape = tuple[int, ...]
 
@@ -38,6 +38,14 @@ def decoder_layout(traits: ModelTraits, stored: TextTensors) -> Layout:
     ignored = {name: why for name in stored.by_name if name not in required and (why := _ignorable(name, traits))}
     _check(required, ignored, stored)
     return Layout(required, ignored)
+
+
+def stacked_shapes(traits: ModelTraits) -> dict[str, Shape]:
+    """Canonical name -> shape of a decoder whose experts are stored as one tensor a projection."""
+    stacked: dict[str, dict[str, TensorInfo]] = {
+        f"model.layers.{layer}.mlp.experts.gate_proj": {} for layer in range(traits.num_layers)
+    }
+    return dict(_required(traits, TextTensors({}, stacked, {}, {}, {})))
 
 
 def _required(traits: ModelTraits, stored: TextTensors) -> Iterable[tuple[str, Shape]]:

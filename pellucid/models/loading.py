@@ -17,6 +17,7 @@ from pellucid.layers.norm import RMSNorm
 from pellucid.layers.rotary import Rotary
 from pellucid.models.decoder import Decoder, DecoderLayer
 from pellucid.models.layout import decoder_layout
+from pellucid.models.synthetic import SyntheticTensors, SyntheticWeights
 from pellucid.models.weights import SAFETENSORS_SCHEMES, ProgressCallback, Weights
 from pellucid.traits.model import GQATraits, MLATraits, ModelTraits
 from pellucid.traits.tensors import TensorIndex, TextTensors
@@ -34,13 +35,19 @@ def load_decoder(
 ) -> Decoder:
     """The model in memory, in the formats its backends chose. `max_position` bounds the rope table.
 
+    `SyntheticTensors` are drawn where the layers compute; all others are read from their files.
+
     Raises:
         CheckpointError: tensors that are missing, left over, misshapen, not finite or of an unknown format.
     """
     text = TextTensors.of(tensors)
     _check_formats(text)
     layout = decoder_layout(traits, text)
-    weights = Weights(text.by_name, layout.required, on_progress)
+    weights: Weights
+    if isinstance(tensors, SyntheticTensors):
+        weights = SyntheticWeights(traits, tensors, backends.linear.device, on_progress)
+    else:
+        weights = Weights(text.by_name, layout.required, on_progress)
     return _Builder(traits, weights, backends, max_position).decoder()
 
 
@@ -127,8 +134,8 @@ class _Builder:
             kv_a_norm=self.norm(f"{prefix}.kv_a_layernorm", traits.inner_eps),
             absorb_key=linear.prepare_headwise(key.transpose(1, 2)),
             project_value=linear.prepare_headwise(value),
-            key_up=key.to(linear.device, linear.dtype) if self.backends.expands_latent else None,
-            value_up=value.to(linear.device, linear.dtype) if self.backends.expands_latent else None,
+            key_up=key.to(linear.device, linear.dtype).contiguous() if self.backends.expands_latent else None,
+            value_up=value.to(linear.device, linear.dtype).contiguous() if self.backends.expands_latent else None,
             o_proj=self.linear(f"{prefix}.o_proj"),
         )
 
@@ -165,4 +172,5 @@ class _Builder:
             correction_bias=None if bias is None else bias.to(self.backends.linear.device),
             experts=backend.prepare(*stored),
             shared_experts=self.mlp(f"{prefix}.shared_experts") if moe.num_shared_experts else None,
+            route=self.backends.route,
         )

@@ -45,6 +45,20 @@ GGUF_ARCHITECTURES: Mapping[str, GGUFArchitecture] = {
     "deepseek2": GGUFArchitecture(interleaved=True),
 }
 
+_UNSAID: Mapping[str, tuple[str, ...]] = {
+    "qwen2": ("qkv_bias",),
+    "qwen2_moe": ("qkv_bias",),
+    "qwen3": ("qk_norm",),
+    "qwen3_moe": ("qk_norm",),
+}
+"""Model type of a config.json -> traits of all its models that the config does not state; the tensors do."""
+
+
+def unsaid_traits(config: Mapping[str, Any]) -> tuple[str, ...]:
+    """Names of traits that a model of this config has although it does not say so. For a config without tensors."""
+    return _UNSAID.get(str(config.get("model_type")), ())
+
+
 # Metadata key after "<architecture>." -> config key. Values pass unchanged.
 _KEYS = {
     "block_count": "num_hidden_layers",

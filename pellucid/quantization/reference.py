@@ -44,7 +44,8 @@ class ReferenceLinear:
         return DenseKernel(dense, None if bias is None else bias.to(self.device, self.dtype))
 
     def prepare_headwise(self, weight: torch.Tensor) -> DenseHeadwise:
-        return DenseHeadwise(weight.to(self.device, self.dtype))
+        # Contiguous: W_UK comes transposed, and the fused kernels read this memory too.
+        return DenseHeadwise(weight.to(self.device, self.dtype).contiguous())
 
 
 class DenseKernel:
@@ -58,6 +59,13 @@ class DenseKernel:
     def into(self, x: torch.Tensor, out: torch.Tensor, *, accumulate: bool = False) -> None:
         import torch
 
+        if x.is_cuda and self.bias is None:
+            # The product goes straight where it is wanted: at thousands of rows a copy or a sum of its own is felt.
+            if accumulate:
+                out.addmm_(x, self.weight.t())
+            else:
+                torch.mm(x, self.weight.t(), out=out)
+            return
         y = torch.nn.functional.linear(x, self.weight, self.bias)
         if accumulate:
             out += y

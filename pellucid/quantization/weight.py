@@ -114,10 +114,12 @@ def scheme_of(dtype: torch.dtype) -> str:
 
 
 def join_rows(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """CPU tensors one below the other, along the last dim but one; with numpy, for the reason of `is_finite`."""
+    """Tensors one below the other, along the last dim but one; on the CPU with numpy, for the reason of `is_finite`."""
     import numpy as np
     import torch
 
+    if parts[0].device.type != "cpu":
+        return torch.cat(list(parts), dim=-2)
     # As bytes: numpy has no bfloat16.
     joined = np.concatenate([part.contiguous().view(torch.uint8).numpy() for part in parts], axis=-2)
     return torch.from_numpy(joined).view(parts[0].dtype)

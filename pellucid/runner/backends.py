@@ -8,11 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 from pellucid.attention.base import AttentionBackend
 from pellucid.kernels.context import KernelContext
-from pellucid.kernels.torch_ops import TorchOps
+from pellucid.kernels.torch_ops import RowOps, TorchOps
 from pellucid.layers.backends import LayerBackends
+from pellucid.layers.moe import route
 from pellucid.moe.base import MoEBackend
 from pellucid.quantization.base import HeadwiseKernel, LinearBackend, LinearKernel
 from pellucid.quantization.weight import StoredWeight
+from pellucid.selection.decode_path import FUSED
 from pellucid.selection.plan import ExecutionPlan
 from pellucid.traits.backend import Phase
 
@@ -41,16 +43,24 @@ def create_backends(plan: ExecutionPlan, context: KernelContext) -> RunnerBacken
     for phase in phases:
         for name in plan.backends(f"attention.{phase}"):
             attention[phase, name] = _module("attention", name).create(context, phase)
-    ops = [d.op for d in plan.decisions]
+    decided = [d.op for d in plan.decisions]
     # A weight has one prepared form, so the choice at the smallest bucket holds for all of them.
-    linear = {op.removeprefix("linear."): plan.backend(op, 1) for op in ops if op.startswith("linear.")}
-    moe: MoEBackend | None = _module("moe", plan.backend("moe", 1)).create(context) if "moe" in ops else None
+    linear = {op.removeprefix("linear."): plan.backend(op, 1) for op in decided if op.startswith("linear.")}
+    moe: MoEBackend | None = _module("moe", plan.backend("moe", 1)).create(context) if "moe" in decided else None
     native = NATIVE in linear.values()
+    ops: RowOps = context.cpu_library if native else TorchOps()
+    choose = route
+    if plan.decode_path == FUSED:
+        from pellucid.kernels.triton import routing
+        from pellucid.kernels.triton.row_ops import TritonOps
+
+        ops, choose = TritonOps(), routing.route
     layers = LayerBackends(
-        ops=context.cpu_library if native else TorchOps(),
+        ops=ops,
         linear=LinearByScheme(linear, NATIVE if native else "reference", context),
         moe=moe,
         expands_latent=any(backend.expands_latent for backend in attention.values()),
+        route=choose,
     )
     return RunnerBackends(layers, attention)
 

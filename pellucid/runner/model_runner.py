@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pellucid.attention.base import AttentionBackend
@@ -13,6 +13,7 @@ from pellucid.kvcache.pool import KVPool
 from pellucid.models.loading import load_decoder
 from pellucid.models.weights import ProgressCallback
 from pellucid.runner.backends import create_backends
+from pellucid.runner.base import StepResult
 from pellucid.runner.forward_batch import build_forward_batch
 from pellucid.runner.sampler import Constraint, SampledToken, SamplingState, logprobs_of, sample
 from pellucid.selection.plan import ExecutionPlan
@@ -25,20 +26,22 @@ if TYPE_CHECKING:
     import torch
 
 
-@dataclass(frozen=True, slots=True)
-class StepResult:
-    """What one step produced, by request id. A row to sample is in `sampled`, or in `failed` with the reason.
+__all__ = ["ModelRunner", "StepResult"]
 
-    `ended` are the requests whose constraint took the token as the end of the output.
-    `prompt_logprobs`: entry i belongs to the token after the i-th row of this step. `hidden`: rows of this step,
-    [rows, captured layers * hidden], in the order of `ModelRunner.capture`.
+
+@dataclass(frozen=True, slots=True)
+class ComputedStep:
+    """A step whose forward pass is launched and whose rows are not sampled.
+
+    `states`: of each row, as it was at the launch; None where the request had ended. `wants_all`: requests whose every
+    row has logits.
     """
 
-    sampled: dict[str, SampledToken] = field(default_factory=dict)
-    failed: dict[str, PellucidError] = field(default_factory=dict)
-    ended: set[str] = field(default_factory=set)
-    prompt_logprobs: dict[str, list[TokenLogprobs]] = field(default_factory=dict)
-    hidden: dict[str, torch.Tensor] = field(default_factory=dict)
+    plan: StepPlan
+    states: list[SamplingState | None]
+    wants_all: frozenset[str]
+    logits: torch.Tensor
+    hidden: tuple[torch.Tensor, ...]
 
 
 class ModelRunner:
@@ -92,8 +95,20 @@ class ModelRunner:
     def remove_request(self, request_id: str) -> None:
         self._states.pop(request_id, None)
 
+    def state(self, request_id: str) -> SamplingState | None:
+        """Of a live request."""
+        return self._states.get(request_id)
+
+    def can_run_ahead(self, plan: StepPlan) -> bool:
+        """False: tokens are sampled by the host."""
+        return False
+
     def step(self, plan: StepPlan) -> StepResult:
         """Compute the plan's rows, write their KV, and sample where the plan says so."""
+        return self.collect(self.launch(plan))
+
+    def launch(self, plan: StepPlan) -> ComputedStep:
+        """Compute the plan's rows and write their KV."""
         import torch
 
         prefill_tokens = plan.num_tokens - plan.num_decode
@@ -112,42 +127,47 @@ class ModelRunner:
                 wants_all,
             )
             output = self.model.forward(batch, self.capture if wants_hidden else ())
-            return self._collect(plan, output.logits, output.hidden, wants_all)
+        return ComputedStep(plan, live, wants_all, output.logits, output.hidden)
 
     def _backend(self, phase: Phase, tokens: int) -> AttentionBackend:
         return self._attention[phase, self.plan.backend(f"attention.{phase}", tokens)]
 
-    def _collect(
-        self, plan: StepPlan, logits: torch.Tensor, hidden: tuple[torch.Tensor, ...], wants_all: frozenset[str]
-    ) -> StepResult:
-        """Hand every row's results to its request, and sample."""
+    def collect(self, pending: ComputedStep) -> StepResult:
+        """Hand every row's results to its request, and sample where the plan says so."""
         import torch
 
-        result = StepResult()
-        chosen_rows, states = [], []
-        row = logit = 0
-        for scheduled in plan.scheduled:
-            count = len(scheduled.token_ids)
-            state = self._states.get(scheduled.request_id)
-            taken = count if scheduled.request_id in wants_all else int(scheduled.sample)
-            if state is not None and scheduled.request_id in wants_all:
-                result.prompt_logprobs[scheduled.request_id] = _prompt_logprobs(
-                    logits[logit : logit + count], scheduled, state
-                )
-            if state is not None and hidden and state.request.capture_hidden:
-                result.hidden[scheduled.request_id] = torch.cat([h[row : row + count] for h in hidden], dim=-1)
-            row, logit = row + count, logit + taken
-            if state is not None and scheduled.sample:
-                chosen_rows.append(logit - 1)
-                states.append(state)
-        if states:
-            picked = logits if len(chosen_rows) == logits.shape[0] else logits[chosen_rows]
-            for state, found in zip(states, sample(picked, states), strict=True):
-                _keep(state, found, result)
-        return result
+        with torch.inference_mode():
+            return _results(pending)
 
 
-def _keep(state: SamplingState, found: SampledToken | PellucidError, result: StepResult) -> None:
+def _results(pending: ComputedStep) -> StepResult:
+    import torch
+
+    logits, hidden, wants_all = pending.logits, pending.hidden, pending.wants_all
+    result = StepResult()
+    chosen_rows, states = [], []
+    row = logit = 0
+    for scheduled, state in zip(pending.plan.scheduled, pending.states, strict=True):
+        count = len(scheduled.token_ids)
+        taken = count if scheduled.request_id in wants_all else int(scheduled.sample)
+        if state is not None and scheduled.request_id in wants_all:
+            result.prompt_logprobs[scheduled.request_id] = _prompt_logprobs(
+                logits[logit : logit + count], scheduled, state
+            )
+        if state is not None and hidden and state.request.capture_hidden:
+            result.hidden[scheduled.request_id] = torch.cat([h[row : row + count] for h in hidden], dim=-1)
+        row, logit = row + count, logit + taken
+        if state is not None and scheduled.sample:
+            chosen_rows.append(logit - 1)
+            states.append(state)
+    if states:
+        picked = logits if len(chosen_rows) == logits.shape[0] else logits[chosen_rows]
+        for state, found in zip(states, sample(picked, states), strict=True):
+            keep(state, found, result)
+    return result
+
+
+def keep(state: SamplingState, found: SampledToken | PellucidError, result: StepResult) -> None:
     """Put what was sampled into the state and the result."""
     request_id = state.request.request_id
     if isinstance(found, SampledToken):

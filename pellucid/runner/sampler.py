@@ -195,6 +195,12 @@ def _why_not_finite(logits: torch.Tensor, state: SamplingState) -> PellucidError
             "structured_outputs",
             next((param for param in given if getattr(state.params, param)), "min_tokens"),
         )
+    return not_finite(state)
+
+
+def not_finite(state: SamplingState) -> PellucidError:
+    """Why a request ends whose logits are NaN or infinite."""
+    name = state.request.request_id
     return PellucidError(f"the model's logits for request {name!r} are not finite; check the weights and the dtype")
 
 

@@ -58,7 +58,7 @@ class KVCacheManager:
         sequence.refusal = None
         sequence.node = node
         sequence.pages = (*cached, *self._reserve(missing, sequence.owner))
-        sequence.published = sequence.computed = len(cached) * self.page_size
+        sequence.published = sequence.computed = sequence.planned = len(cached) * self.page_size
         sequence.publish_at = sequence.published + self.page_size
         if readable and sequence.preemptions == 0:
             sequence.cached_prompt_tokens = sequence.computed
@@ -67,14 +67,20 @@ class KVCacheManager:
             self.hit_tokens += sequence.computed
         return True
 
+    def can_grow(self, sequences: Iterable[Sequence]) -> bool:
+        """Whether `grow` would be True for one after the other."""
+        return sum(self._num_missing(sequence) for sequence in sequences) <= self.num_available
+
     def grow(self, sequence: Sequence) -> bool:
-        """Make the page table cover every known token. False, and nothing changes, when no page is available."""
-        missing = -(-len(sequence.token_ids) // self.page_size) - len(sequence.pages)
-        if missing <= 0:
-            return True
+        """Make the page table cover every token, those that a plan in flight samples included.
+
+        False, and nothing changes, when no page is available.
+        """
+        missing = self._num_missing(sequence)
         if missing > self.num_available:
             return False
-        sequence.pages += tuple(self._reserve(missing, sequence.owner))
+        if missing:
+            sequence.pages += tuple(self._reserve(missing, sequence.owner))
         return True
 
     def publish(self, sequence: Sequence) -> None:
@@ -99,7 +105,7 @@ class KVCacheManager:
         self.allocator.free(self._private_pages(sequence), sequence.owner)
         self.cache.unlock(_held_node(sequence))
         sequence.node, sequence.pages = None, ()
-        sequence.published = sequence.computed = 0
+        sequence.published = sequence.computed = sequence.planned = 0
 
     def reset_prefix_cache(self) -> None:
         self.allocator.free(self.cache.reset(), PREFIX_CACHE)
@@ -138,6 +144,9 @@ class KVCacheManager:
     def _check_owner(self, page: int, owner: str, reader: str) -> None:
         if self.allocator.owner(page) != owner or (owner == PREFIX_CACHE) != (page in self.cache):
             raise ConservationError(f"{reader} has KV page {page}, which belongs to {self.allocator.owner(page)}")
+
+    def _num_missing(self, sequence: Sequence) -> int:
+        return max(-(-sequence.num_tokens // self.page_size) - len(sequence.pages), 0)
 
     def _private_pages(self, sequence: Sequence) -> tuple[int, ...]:
         return sequence.pages[sequence.published // self.page_size :]

@@ -12,7 +12,7 @@ from pellucid.scheduler.config import SchedulerConfig
 from pellucid.scheduler.kv_cache_manager import KVCacheManager
 from pellucid.scheduler.page_allocator import ConservationError
 from pellucid.scheduler.sequence import Sequence, SequenceStatus
-from pellucid.step_plan import ScheduledSequence, SchedulerStats, SequenceUpdate, StepPlan
+from pellucid.step_plan import UNKNOWN_TOKEN, ScheduledSequence, SchedulerStats, SequenceUpdate, StepPlan
 
 __all__ = ["Scheduler", "SchedulerConfig"]
 
@@ -32,11 +32,17 @@ SCORED_CHUNK_TOKENS = 256
 #   never grows again (a chunk, then one token). So every running sequence computes a token in every step.
 # - Anybody by preemption or admission: the victim is the newest running sequence, nobody passes the head of the line,
 #   and each request fits the pool alone. So the oldest never loses a token, and everyone becomes the oldest.
+#
+# With a plan in flight, the step after it is planned as if nothing ended early (`plan_ahead`):
+# - What ends for certain gets no further row. What ends early after all is FINISHED with a row in flight: the row's
+#   result is dropped, and the pages that it writes to stay held until then.
+# - Nothing is preempted, so a sequence with rows in flight is RUNNING or FINISHED, and its rows follow each other.
+# - Only `commit` publishes: a page in the prefix cache was computed by a step before all that are in flight.
 class Scheduler:
-    """Plans steps and commits their results: `plan_step` returns a value, `commit` moves the sequences forward.
+    """Plans steps and commits their results: plans are values, `commit` moves the sequences forward.
 
-    One plan is in flight at most. Plans depend on the calls alone (no clock, no randomness), so two schedulers that
-    are called alike plan alike.
+    Two plans are in flight at most, and are committed in their order. Plans depend on the calls alone (no clock, no
+    randomness), so two schedulers that are called alike plan alike.
     """
 
     def __init__(self, config: SchedulerConfig) -> None:
@@ -45,7 +51,7 @@ class Scheduler:
         self._sequences: dict[str, Sequence] = {}  # until their pages are released
         self._running: dict[str, Sequence] = {}
         self._waiting: deque[Sequence] = deque()
-        self._in_flight: tuple[StepPlan, list[Sequence]] | None = None
+        self._in_flight: deque[tuple[StepPlan, list[Sequence]]] = deque()
         self._step = 0
         self._preemptions = 0
 
@@ -71,7 +77,7 @@ class Scheduler:
     def abort(self, request_id: str) -> bool:
         """End a request in whatever state it is, without an update. False when there is no such request.
 
-        Its pages come free now, or at the commit of a plan in flight that computes into them.
+        Its pages, and its id, come free now, or at the commit of the last plan in flight that computes into them.
         """
         return self._end(request_id) is not None
 
@@ -83,6 +89,15 @@ class Scheduler:
         sequence = self._end(request_id)
         return None if sequence is None else _update(sequence, None, ("stop", stop_reason))
 
+    def forget_ended(self, request_id: str) -> None:
+        """Free pages and id of a request that has ended, though a plan in flight may have a row of it.
+
+        Only for who computes steps in the order of their plans: whoever gets the pages then writes after that row.
+        """
+        sequence = self._sequences.get(request_id)
+        if sequence is not None and sequence.status is SequenceStatus.FINISHED:
+            self._release(sequence)
+
     def has_unfinished(self) -> bool:
         return bool(self._running or self._waiting)
 
@@ -90,59 +105,76 @@ class Scheduler:
         """The next step: every decode row, then prefill chunks in order of arrival. None when nothing is left to do.
 
         Raises:
-            RuntimeError: the last plan is not committed.
+            RuntimeError: a plan is in flight.
         """
-        if self._in_flight is not None:
+        if self._in_flight:
             raise RuntimeError(f"step {self._step} is not committed yet")
         if not self.has_unfinished():
             return None
-        self._step += 1
-        preempted: list[str] = []
-        every = self.config.force_preempt_every
-        if every is not None and self._step % every == 0 and len(self._running) > 1:
-            preempted.append(self._preempt_newest())
-        decode = self._grow_decodes(preempted)
-        rows = [_row(sequence, 1, is_prefill=False) for sequence in decode]
-        budget = self.config.max_num_batched_tokens - len(rows)
-        # A sequence that has just lost its pages must not take them back from the ones that needed them.
-        prefill = self._plan_prefill(budget, may_admit=not preempted)
-        rows += [_row(sequence, chunk, is_prefill=True) for sequence, chunk in prefill]
-        plan = StepPlan(
-            step=self._step,
-            scheduled=tuple(rows),
-            num_decode=len(decode),
-            num_tokens=len(decode) + sum(chunk for _, chunk in prefill),
-            preempted=tuple(preempted),
-        )
-        self._in_flight = plan, decode + [sequence for sequence, _ in prefill]
-        return plan
+        preempted = [self._preempt_newest()] if self._must_preempt() else []
+        return self._make_plan(self._grow_decodes(preempted), preempted)
+
+    def plan_ahead(self) -> StepPlan | None:
+        """The step after the one plan in flight, as if nothing ended early in that: see `UNKNOWN_TOKEN`.
+
+        None, and nothing changes, when there is nothing for it to compute, or when it would take a preemption:
+        commit, then `plan_step`.
+
+        Raises:
+            RuntimeError: not exactly one plan is in flight.
+        """
+        if len(self._in_flight) != 1:
+            raise RuntimeError(f"{len(self._in_flight)} plans are in flight; a step is planned ahead of exactly one")
+        if self._must_preempt() or not self._kv.can_grow(self._decodes()):
+            return None
+        return self._make_plan(self._grow_decodes([]), [])
 
     def commit(self, plan: StepPlan, sampled: Mapping[str, int]) -> tuple[SequenceUpdate, ...]:
         """Take the results of `plan`: `sampled` has the next token of every row planned with `sample`.
 
-        Returns an update for each request that got a token or ended. Requests that were aborted or finished since
-        the plan was made get none, and their pages come free here.
+        Returns an update for each request that got a token or ended. Requests that have ended since the plan was made
+        get none: whatever `sampled` says of them is dropped, and their pages come free with their last row.
 
         Raises:
-            RuntimeError: `plan` is not the one in flight.
-            KeyError: `sampled` lacks a row that was planned with `sample`.
+            RuntimeError: `plan` is not the oldest one in flight.
+            KeyError: `sampled` lacks a row that was planned with `sample`, and nothing changes.
         """
-        if self._in_flight is None or self._in_flight[0].step != plan.step:
-            raise RuntimeError(f"the plan of step {plan.step} is not in flight")
-        _, sequences = self._in_flight
-        missing = [row.request_id for row in plan.scheduled if row.sample and row.request_id not in sampled]
+        if not self._in_flight or self._in_flight[0][0].step != plan.step:
+            raise RuntimeError(f"the plan of step {plan.step} is not in flight, or not the oldest that is")
+        rows = list(zip(plan.scheduled, self._in_flight[0][1], strict=True))
+        missing = [
+            row.request_id
+            for row, sequence in rows
+            if row.sample and sequence.status is SequenceStatus.RUNNING and row.request_id not in sampled
+        ]
         if missing:
             raise KeyError(f"no sampled token for {missing} of step {plan.step}")
-        self._in_flight = None
+        self._in_flight.popleft()
         updates = []
-        for row, sequence in zip(plan.scheduled, sequences, strict=True):
+        for row, sequence in rows:
+            sequence.in_flight -= 1
             if sequence.status is SequenceStatus.FINISHED:
-                self._release(sequence)
+                self._release_unless_in_flight(sequence)
                 continue
             update = self._advance(sequence, row, sampled)
             if update is not None:
                 updates.append(update)
         return tuple(updates)
+
+    def drop_in_flight(self) -> None:
+        """End every request of the plans in flight, which will give no result, and forget the plans.
+
+        Holds also after a `commit` that was broken off half way.
+        """
+        self._in_flight.clear()
+        counted = [sequence for sequence in self._sequences.values() if sequence.in_flight]
+        for sequence in counted:
+            sequence.in_flight = 0
+        for sequence in counted:
+            if sequence.status is SequenceStatus.FINISHED:
+                self._release_unless_in_flight(sequence)
+            else:
+                self._end(sequence.request.request_id)
 
     def reset_prefix_cache(self) -> None:
         """Forget every cached prefix, as after a change of weights. Running requests keep the pages they read."""
@@ -172,12 +204,44 @@ class Scheduler:
             prefix_cache_hit_tokens=kv.hit_tokens,
         )
 
+    def _must_preempt(self) -> bool:
+        """Whether the next step is one of those that `force_preempt_every` asks for."""
+        every = self.config.force_preempt_every
+        return every is not None and (self._step + 1) % every == 0 and len(self._running) > 1
+
+    def _make_plan(self, decode: list[Sequence], preempted: list[str]) -> StepPlan | None:
+        """Put a plan of `decode` and of what prefill fits beside it in flight; None when that is nothing at all."""
+        rows = [_row(sequence, 1, is_prefill=False) for sequence in decode]
+        budget = self.config.max_num_batched_tokens - len(rows)
+        # A sequence that has just lost its pages must not take them back from the ones that needed them.
+        prefill = self._plan_prefill(budget, may_admit=not preempted)
+        rows += [_row(sequence, chunk, is_prefill=True) for sequence, chunk in prefill]
+        if not rows:
+            return None
+        self._step += 1
+        plan = StepPlan(
+            step=self._step,
+            scheduled=tuple(rows),
+            num_decode=len(decode),
+            num_tokens=len(decode) + sum(chunk for _, chunk in prefill),
+            preempted=tuple(preempted),
+        )
+        sequences = decode + [sequence for sequence, _ in prefill]
+        for row, sequence in zip(rows, sequences, strict=True):
+            sequence.planned += len(row.token_ids)
+            sequence.unsampled += row.sample
+            sequence.in_flight += 1
+        self._in_flight.append((plan, sequences))
+        return plan
+
+    def _decodes(self) -> list[Sequence]:
+        """The sequences that the next step decodes, oldest first."""
+        return [s for s in self._running.values() if s.is_decode and not s.is_planned_to_its_end]
+
     def _grow_decodes(self, preempted: list[str]) -> list[Sequence]:
         """The decode sequences, oldest first, each with a page for its newest token. Preempts from the newest on."""
         decode = []
-        for sequence in list(self._running.values()):
-            if not sequence.is_decode:
-                continue
+        for sequence in self._decodes():
             while sequence.status is SequenceStatus.RUNNING and not self._kv.grow(sequence):
                 preempted.append(self._preempt_newest())
             if sequence.status is not SequenceStatus.RUNNING:
@@ -189,7 +253,7 @@ class Scheduler:
         """Prefilling sequences and how many tokens each computes: the running ones, then newly admitted ones."""
         prefill = []
         for sequence in list(self._running.values()):
-            if budget and not sequence.is_decode:
+            if budget and not sequence.is_decode and not sequence.is_planned_to_its_end:
                 prefill.append((sequence, self._chunk(sequence, budget)))
                 budget -= prefill[-1][1]
         while budget and may_admit and (admitted := self._admit_head(budget)) is not None:
@@ -204,9 +268,9 @@ class Scheduler:
         if sequence.request.params.prompt_logprobs is not None:
             chunk = min(chunk, SCORED_CHUNK_TOKENS)
         if self.config.max_chunk_context is not None:
-            # The largest c with c * (computed + c) at most the limit.
-            computed = sequence.computed
-            fits = (isqrt(computed * computed + 4 * self.config.max_chunk_context) - computed) // 2
+            # The largest c with c * (start + c) at most the limit.
+            start = sequence.planned
+            fits = (isqrt(start * start + 4 * self.config.max_chunk_context) - start) // 2
             chunk = min(chunk, max(fits, 1))
         return chunk
 
@@ -246,17 +310,18 @@ class Scheduler:
         if row.sample:
             token_id = sampled[row.request_id]
             sequence.token_ids.append(token_id)
-        elif sequence.remaining:
+            sequence.unsampled -= 1
+        elif sequence.computed < len(sequence.token_ids):
             return None
         ended = sequence.finish_reason()
         if ended is not None:
             self._running.pop(row.request_id)
             sequence.status = SequenceStatus.FINISHED
-            self._release(sequence)
+            self._release_unless_in_flight(sequence)
         return _update(sequence, token_id, ended)
 
     def _end(self, request_id: str) -> Sequence | None:
-        """Take a live sequence out of the line; its pages come free unless a plan in flight computes into them."""
+        """Take a live sequence out of the line."""
         sequence = self._sequences.get(request_id)
         if sequence is None or sequence.status is SequenceStatus.FINISHED:
             return None
@@ -265,9 +330,13 @@ class Scheduler:
         else:
             self._waiting.remove(sequence)
         sequence.status = SequenceStatus.FINISHED
-        if self._in_flight is None or sequence not in self._in_flight[1]:
-            self._release(sequence)
+        self._release_unless_in_flight(sequence)
         return sequence
+
+    def _release_unless_in_flight(self, sequence: Sequence) -> None:
+        """Free the pages of an ended sequence, unless a plan in flight computes into them or it is forgotten."""
+        if sequence.in_flight == 0 and self._sequences.get(sequence.request.request_id) is sequence:
+            self._release(sequence)
 
     def _release(self, sequence: Sequence) -> None:
         self._kv.release(sequence)
@@ -275,14 +344,15 @@ class Scheduler:
 
 
 def _row(sequence: Sequence, chunk: int, is_prefill: bool) -> ScheduledSequence:
-    start = sequence.computed
+    """The next `chunk` tokens of `sequence`: known ones, or the one that a plan in flight samples."""
+    start = sequence.planned
     end = start + chunk
     return ScheduledSequence(
         sequence.request.request_id,
         start,
-        tuple(sequence.token_ids[start:end]),
+        tuple(sequence.token_ids[start:end]) or (UNKNOWN_TOKEN,),
         sequence.pages,
-        sample=end == len(sequence.token_ids) and sequence.max_tokens > 0,
+        sample=end == sequence.num_tokens and sequence.max_tokens > 0,
         is_prefill=is_prefill,
     )
 

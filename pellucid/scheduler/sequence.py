@@ -31,20 +31,23 @@ class Refusal(NamedTuple):
 
 # All ranges are half open, in tokens from the start of the prompt:
 #
-#      0            published        computed        computed + chunk     len(token_ids)   len(pages) * page_size
+#      0            published        computed             planned            num_tokens    len(pages) * page_size
 #      |----------------|----------------|-------------------|-------------------|---------------------|
-#      [ pages in the   )[ KV written,   )[ in this step's   )[ known, not yet   )[ reserved,          )
-#      [ prefix cache   )[ pages private )[ plan             )[ planned          )[ nothing there      )
+#      [ pages in the   )[ KV written,   )[ in the plans     )[ not yet          )[ reserved,          )
+#      [ prefix cache   )[ pages private )[ in flight        )[ planned          )[ nothing there      )
 #
-# published <= computed < len(token_ids) while it lives: the newest token's KV is what the next step computes.
-# published is a multiple of page_size, and the pages reach at least to the end of the plan.
-# Only `Scheduler.commit` moves computed forward; preemption sets it to 0.
+# num_tokens = len(token_ids) + unsampled: the known tokens, then those that plans in flight sample.
+# published <= computed < len(token_ids) and planned <= num_tokens while it lives: the newest token's KV is what the
+# next step computes. With nothing in flight, computed == planned and unsampled == 0.
+# published is a multiple of page_size, and the pages reach at least to planned.
+# Planning moves planned forward, and only `Scheduler.commit` computed; preemption sets both to 0.
 @dataclass(slots=True, eq=False)
 class Sequence:
     """One request: its tokens so far, how many of them have KV, and the pages that hold it.
 
-    `node` is the locked end of its published prefix in the cache. `publish_at` is the value of `computed` from which
-    publishing is tried again.
+    `in_flight` counts the plans in flight that have a row of it, `unsampled` those of them that sample it. `node` is
+    the locked end of its published prefix in the cache. `publish_at` is the value of `computed` from which publishing
+    is tried again.
     """
 
     request: Request
@@ -55,6 +58,9 @@ class Sequence:
     end_token_ids: frozenset[int] = field(init=False)
     status: SequenceStatus = SequenceStatus.WAITING
     computed: int = 0
+    planned: int = 0
+    unsampled: int = 0
+    in_flight: int = 0
     published: int = 0
     publish_at: int = 0
     pages: tuple[int, ...] = ()
@@ -79,14 +85,24 @@ class Sequence:
         return len(self.token_ids) - len(self.request.prompt_token_ids)
 
     @property
+    def num_tokens(self) -> int:
+        """The known tokens and those that plans in flight sample."""
+        return len(self.token_ids) + self.unsampled
+
+    @property
     def remaining(self) -> int:
-        """Known tokens whose KV is not computed yet."""
-        return len(self.token_ids) - self.computed
+        """Tokens, the unsampled ones included, whose KV no plan computes yet."""
+        return self.num_tokens - self.planned
 
     @property
     def is_decode(self) -> bool:
-        """The next token to compute is the newest one, and it was generated."""
-        return self.computed >= self.prompt_len and self.remaining == 1
+        """The next token to compute is the newest one, and it is a generated one."""
+        return self.planned >= self.prompt_len and self.remaining == 1
+
+    @property
+    def is_planned_to_its_end(self) -> bool:
+        """It ends with the plans in flight at the latest. The KV of the last token that it may have is never needed."""
+        return self.planned >= self.prompt_len + max(self.max_tokens - 1, 0)
 
     @property
     def reads_prefix_cache(self) -> bool:

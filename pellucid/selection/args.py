@@ -22,6 +22,10 @@ ITEMSIZE = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
 """Bytes per element of a dtype."""
 
 
+SYNTHETIC = "synthetic"
+"""The load format that reads no weights."""
+
+
 def short_dtype(name: str) -> str:
     """`bfloat16` and `torch.bfloat16` as `bf16`. Raises PlanError for a name that is no dtype."""
     short = DTYPES.get(name.removeprefix("torch."))
@@ -45,6 +49,9 @@ class EngineArgs:
     model: str
     served_model_name: str | None = _flag(str, "Name of the model in the API; its path when not given.")
     chat_template: str | None = _flag(str, "Jinja file to use instead of the model's own chat template.")
+    load_format: str | None = _flag(
+        str, "Where weights come from: the model's files, or drawn for a config.json alone.", "auto", "synthetic"
+    )
     device: str | None = _flag(str, "Where to run.", "cpu", "cuda")
     dtype: str | None = _flag(str, "Type of the arithmetic: bfloat16, float16 or float32.")
     kv_cache_dtype: str | None = _flag(str, "Type of the KV cache: as --dtype, or fp8.")
@@ -60,6 +67,8 @@ class EngineArgs:
     linear_backend: str | None = _flag(str, "Linear kernels to use, or the start fails.")
     enable_prefix_caching: bool | None = _flag(bool, "Reuse the KV of equal prefixes.")
     enable_chunked_prefill: bool | None = _flag(bool, "Split long prompts over several steps.")
+    decode_path: str | None = _flag(str, "How decode steps are computed, or the start fails.", "fused", "layered")
+    enforce_eager: bool | None = _flag(bool, "Launch every kernel of a decode step; no CUDA graphs.")
     batch_invariant: bool | None = _flag(bool, "Results that do not depend on what a request is batched with.")
     threads: int | None = _flag(int, "CPU threads of the kernels.")
     seed: int | None = _flag(int, "Seed of requests that bring none.")
@@ -74,6 +83,10 @@ class EngineArgs:
                 raise PlanError(f"{flag_name(flag.name)} takes {_NOUNS[kind]}, got {value!r}")
         if self.device not in (None, "cpu", "cuda"):
             raise PlanError(f"--device {self.device}: known are cpu and cuda")
+        if self.decode_path not in (None, "fused", "layered"):
+            raise PlanError(f"--decode-path {self.decode_path}: known are fused and layered")
+        if self.load_format not in (None, "auto", SYNTHETIC):
+            raise PlanError(f"--load-format {self.load_format}: known are auto and {SYNTHETIC}")
         for name in _POSITIVE:
             value = getattr(self, name)
             if value is not None and value < 1:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from pellucid.core import PlanError
 from pellucid.hardware.facts import Hardware, format_bytes
-from pellucid.selection.args import EngineArgs, flag_name
-from pellucid.selection.plan import Decision, MemoryBill
+from pellucid.selection.args import SYNTHETIC, EngineArgs, flag_name
+from pellucid.selection.plan import Decision, How, MemoryBill
 from pellucid.traits.misfit import Misfit
 from pellucid.traits.model import ModelTraits
 
@@ -42,6 +42,23 @@ def decide_device(args: EngineArgs, hardware: Hardware) -> Decision:
     gpus = len(hardware.gpus)
     because = f"{gpus} GPU{'s' if gpus > 1 else ''} found" if gpus else "no GPU found"
     return Decision("device", None, hardware.device, "default", (because,))
+
+
+def decide_load_format(args: EngineArgs, model: ModelTraits) -> Decision:
+    """Where weights come from. Raises PlanError for synthetic weights of a format that is not drawn."""
+    if args.load_format != SYNTHETIC:
+        how: How = "default" if args.load_format is None else "asked"
+        return Decision("load_format", None, "auto", how, ("weights are read from the model's files",))
+    forms = model.weights
+    classes = (forms.attention, forms.dense_mlp, forms.routed_experts, forms.shared_experts, forms.lm_head)
+    for form in (*classes, forms.embedding):
+        if form is not None and form.scheme not in ("bf16", "fp16", "fp32"):
+            raise PlanError(
+                f"--load-format {SYNTHETIC} draws bf16, fp16 and fp32 weights, and this config stores {form}: "
+                "remove its quantization_config, or load real weights"
+            )
+    reason = f"--load-format: random {forms.attention} weights, drawn on the device from the seed; outputs mean nothing"
+    return Decision("load_format", None, SYNTHETIC, "asked", (reason,))
 
 
 def decide_step(args: EngineArgs, device: str, chunked: bool, max_position: int) -> StepLimits:

@@ -202,6 +202,15 @@ class ExecutionPlan:
         return self._value("enable_chunked_prefill", bool)
 
     @property
+    def decode_path(self) -> str:
+        """`fused` or `layered`."""
+        return self._value("decode_path", str)
+
+    @property
+    def cuda_graphs(self) -> bool:
+        return self._value("cuda_graphs", bool)
+
+    @property
     def batch_invariant(self) -> bool:
         return self._value("batch_invariant", bool)
 

@@ -13,8 +13,9 @@ from pellucid.hardware.facts import Hardware
 from pellucid.selection.args import EngineArgs, flag_name, short_dtype
 from pellucid.selection.bucket import buckets_up_to
 from pellucid.selection.choose import Candidate, Slot, decide
+from pellucid.selection.decode_path import decide_decode
 from pellucid.selection.evidence import Evidence
-from pellucid.selection.limits import decide_capacity, decide_device, decide_ranks, decide_step
+from pellucid.selection.limits import decide_capacity, decide_device, decide_load_format, decide_ranks, decide_step
 from pellucid.selection.memory import count_weights, memory_bill
 from pellucid.selection.misfits import Need
 from pellucid.selection.plan import Decision, ExecutionPlan, MemoryBill
@@ -54,6 +55,7 @@ def resolve(
     evidence = evidence or {}
     if args.moe_backend is not None and model.moe is None:
         raise PlanError(f"--moe-backend {args.moe_backend}: the model has no experts; leave the flag out")
+    load_format = decide_load_format(args, model)
     backends = discover() if backends is None else fixed_order(backends)
     device = decide_device(args, hardware)
     kind: DeviceKind = "cuda" if device.value == "cuda" else "cpu"
@@ -97,7 +99,9 @@ def resolve(
         *storage_decisions(args, model, storage, chosen),
         *step.decisions,
         *capacity.decisions,
+        load_format,
         *_switches(args, hardware, chosen),
+        *decide_decode(args, model, kind, ranks.value, storage.dtype, storage.kv_dtype, kernels),
         *kernels,
     )
     blockers = (*_unserved(storage, kernels), *capacity.blockers)

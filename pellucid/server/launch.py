@@ -89,7 +89,7 @@ def prepare(
         PellucidError: a flag, the model, or what they come to together.
     """
     keys = KeyRing(args.api_key, args.api_key_file)
-    files = open_model(engine_args.model)
+    files = open_model(engine_args.model, engine_args.load_format)
     here = replace(engine_args, model=str(files.path))
     context = _make_context(here, engine_args.model, args, keys, files, engine_command)
     return context, files, make_plan(here, files)

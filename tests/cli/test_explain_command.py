@@ -123,11 +123,11 @@ def test_the_plan_of_kimi_on_eight_workstation_cards_says_what_matters(kimi):
     by_name = {line.split()[0]: line for line in text.splitlines() if line.startswith("  ") and line[2] != " "}
     assert by_name["tensor_parallel_size"].split()[1] == "8"
     assert "forced by traits" in by_name["tensor_parallel_size"]
-    assert by_name["attention.decode@1..256"].split()[1] == "reference"
+    assert by_name["attention.decode@1..256"].split()[1] == "triton_mla"
     decode = text[text.index("attention.decode@") : text.index("moe@")]
     for words in (
         "8 query heads per rank",
-        "not triton_mla: not built into this version; apart from this it fits",
+        "not reference: fits; after triton_mla in the fixed order",
         "not trtllm_mla: not built into this version; compiled for SM 10.0 or 10.3, this is SM 12.0",
         "takes 128 query heads per rank, here 8 (64 / 8)",
         "triton_gqa, fa3_gqa, flashinfer_gqa: for another kind of attention",
@@ -141,7 +141,7 @@ def test_the_plan_of_kimi_on_eight_workstation_cards_says_what_matters(kimi):
 
 def test_why_shows_one_decision_with_both_numbers_of_the_tile(kimi):
     text = explain(kimi, "--hardware", "rtx-pro-6000x8-pcie", "--why", "attention.prefill@100")
-    assert text.startswith("attention.prefill@128 = reference")
+    assert text.startswith("attention.prefill@128 = triton_mla")
     assert "106496" in text
     assert "101376" in text
     assert "remedy: pip install flashinfer-python" in text

@@ -1,15 +1,21 @@
-"""The reference backends on a CUDA device: the same greedy text as on the CPU, and a probe that sees the card."""
+"""On a CUDA device: the text of the CPU in fp32, the fused decode path against the layered one, probe and server."""
 
 from __future__ import annotations
 
+import random
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from pellucid import LLM, SamplingParams
+from pellucid.core import RequestOutput, StructuredOutputs
+from pellucid.engine.engine import DebugModes
 from pellucid.hardware import load_hardware
 from tests import checkpoints
-from tests.engine.tiny import write_tokenizer
+from tests.engine.tiny import assert_idle, write_tokenizer
 from tests.server.running import run_server
 
 torch = pytest.importorskip("torch")
@@ -78,3 +84,174 @@ def test_the_server_gives_the_text_that_the_engine_gives(tmp_path: Path) -> None
         assert answer["choices"][0]["message"]["content"] in ("yes", "no")
         assert {d["value"] for d in server.get("/plan").json["plan"]["decisions"] if d["op"] == "device"} == {"cuda"}
         assert server.stop() == 0
+
+
+# The fused decode path against the layered one: bf16 sums in another order, so a choice between two tokens that the
+# layered path finds about equal may fall otherwise. Such near-ties are counted, and nothing else is let through.
+FUSED_SHAPES = ["v2lite", "v3", "llama", "qwen3-moe"]
+NEAR = {"bfloat16": 0.4, "float16": 0.08}
+"""Nats between the layered path's best token and the one taken instead."""
+
+POOL: dict[str, Any] = {"num_kv_pages": 200, "max_num_seqs": 32, "max_model_len": 256, "max_num_batched_tokens": 64}
+
+
+def on_card(path: Path, **options: Any) -> LLM:
+    llm = LLM(path, device="cuda", **POOL | options)
+    expected = options.get("decode_path", "fused")
+    assert llm.plan.decode_path == expected, llm.plan.decision("decode_path").because
+    return llm
+
+
+def greedy(count: int = 20, **fields: Any) -> SamplingParams:
+    return SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, **fields)
+
+
+def drawn_prompts(count: int) -> list[list[int]]:
+    """Of 5 to 100 random ids."""
+    draw = random.Random(count)
+    return [[draw.randrange(2, 300) for _ in range(draw.randrange(5, 100))] for _ in range(count)]
+
+
+def ids_of(outputs: list[RequestOutput]) -> list[tuple[int, ...]]:
+    return [one.token_ids for output in outputs for one in output.outputs]
+
+
+def assert_near(found: list[tuple[int, ...]], layered: list[RequestOutput], near: float) -> None:
+    """Equal tokens up to the first near-tie of each sequence; half of all tokens lie before one."""
+    compared = 0
+    for ids, output in zip(found, layered, strict=True):
+        wanted = output.outputs[0]
+        assert len(ids) == len(wanted.token_ids)
+        at = next((i for i, pair in enumerate(zip(ids, wanted.token_ids, strict=True)) if pair[0] != pair[1]), len(ids))
+        compared += at
+        if at < len(ids):
+            assert wanted.logprobs is not None
+            top = {one.token_id: one.logprob for one in wanted.logprobs[at].top}
+            assert ids[at] in top, f"token {at} of {output.request_id} is none of the likely ones"
+            assert max(top.values()) - top[ids[at]] < near, f"token {at} of {output.request_id} is no near-tie"
+    assert compared >= sum(map(len, found)) / 2
+
+
+@pytest.fixture(scope="module")
+def stored(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """The directory of a shape in a dtype, with a tokenizer, written once."""
+    root = tmp_path_factory.mktemp("fused")
+
+    @cache
+    def write(shape: str, dtype: str = "bfloat16") -> Path:
+        return write_tokenizer(checkpoints.write_sharded(shape, root / f"{shape}-{dtype}", dtype))
+
+    return write
+
+
+@pytest.mark.parametrize("dtype", NEAR)
+@pytest.mark.parametrize("shape", FUSED_SHAPES)
+def test_fused_greedy_text_is_the_layered_up_to_near_ties(shape: str, dtype: str, stored: Callable[..., Path]) -> None:
+    """Batches of 1, 3 and 20, chunked prompts, and a second turn on the cached first; with and without graphs."""
+    path = stored(shape, dtype)
+    layered, fused = on_card(path, decode_path="layered"), on_card(path)
+    assert fused.plan.cuda_graphs
+    first: dict[int, list[tuple[int, ...]]] = {}
+    for count in (1, 3, 20):
+        prompts = drawn_prompts(count)
+        expected = layered.generate(prompts, greedy(logprobs=5))
+        first[count] = ids_of(fused.generate(prompts, greedy()))
+        assert_near(first[count], expected, NEAR[dtype])
+        hits = fused.engine.stats().prefix_cache_hit_tokens
+        second = [[*p, *ids, 7, 8, 9] for p, ids in zip(prompts, first[count], strict=True)]
+        expected = layered.generate(second, greedy(logprobs=5))
+        assert_near(ids_of(fused.generate(second, greedy())), expected, NEAR[dtype])
+        assert fused.engine.stats().prefix_cache_hit_tokens > hits
+    assert_idle(fused)
+    eager = on_card(path, enforce_eager=True)
+    assert ids_of(eager.generate(drawn_prompts(3), greedy())) == first[3]
+
+
+@pytest.mark.parametrize("shape", ["v3", "llama"])
+def test_preempted_sequences_go_on_as_if_nothing_had_been(shape: str, stored: Callable[..., Path]) -> None:
+    prompts = [prompt[:40] for prompt in drawn_prompts(12)]
+    expected = on_card(stored(shape), decode_path="layered").generate(prompts, greedy(40, logprobs=5))
+    for options in ({"num_kv_pages": 30, "block_size": 16}, {"debug": DebugModes(force_preempt_every=3)}):
+        fused = on_card(stored(shape), **options)
+        assert_near(ids_of(fused.generate(prompts, greedy(40))), expected, NEAR["bfloat16"])
+        assert fused.engine.stats().preemptions > 0
+        assert_idle(fused)
+
+
+def test_a_stop_string_ends_a_fused_text_where_it_stands(stored: Callable[..., Path]) -> None:
+    fused = on_card(stored("v3"), enable_prefix_caching=False)
+    prompts = drawn_prompts(3)
+    texts = [output.outputs[0].text for output in fused.generate(prompts, greedy(40))]
+    for index, text in enumerate(texts):
+        stop = text[10:13]
+        params = [greedy(40, **({"stop": [stop]} if i == index else {})) for i in range(3)]
+        outputs = [output.outputs[0] for output in fused.generate(prompts, params)]
+        assert outputs[index].text == text[: text.index(stop)]
+        assert (outputs[index].finish_reason, outputs[index].stop_reason) == ("stop", stop)
+        assert [one.text for i, one in enumerate(outputs) if i != index] == [
+            one for i, one in enumerate(texts) if i != index
+        ]
+    assert_idle(fused)
+
+
+@pytest.mark.parametrize("shape", FUSED_SHAPES)
+def test_a_seeded_request_draws_the_same_whoever_is_beside_it(shape: str, stored: Callable[..., Path]) -> None:
+    """Neighbours that the host samples for must not move its draws to the host, which has other random numbers."""
+    fused = on_card(stored(shape), enable_prefix_caching=False)
+    prompts = drawn_prompts(4)
+
+    def warm(seed: int) -> SamplingParams:
+        return SamplingParams(temperature=0.9, seed=seed, max_tokens=20, ignore_eos=True)
+
+    expected = ids_of(fused.generate(prompts, [warm(i) for i in range(4)]))
+    assert len(set(expected)) == 4
+    assert ids_of(fused.generate(prompts, [warm(i) for i in range(4)])) == expected
+    assert ids_of(fused.generate(prompts, [warm(9 + i) for i in range(4)])) != expected
+    beside = [warm(0), greedy(logprobs=2), warm(2), SamplingParams(temperature=1.0, top_p=0.8, seed=3, max_tokens=20)]
+    mixed = ids_of(fused.generate(prompts, beside))
+    assert [mixed[0], mixed[2]] == [expected[0], expected[2]]
+    assert_idle(fused)
+
+
+def test_requests_that_the_host_samples_for_share_a_batch_with_the_others(stored: Callable[..., Path]) -> None:
+    layered = on_card(stored("v3"), decode_path="layered")
+    fused = on_card(stored("v3"), enable_prefix_caching=False)
+    kinds: list[dict[str, Any]] = [
+        {}, {"logprobs": 3}, {"min_tokens": 5}, {"prompt_logprobs": 2}, {"repetition_penalty": 1.3},
+        {"temperature": 0.8, "top_p": 0.9, "seed": 1}, {"temperature": 0.8, "seed": 2},
+        {"structured_outputs": StructuredOutputs(choice=("yes", "no")), "ignore_eos": False},
+    ]  # fmt: skip
+    prompts = drawn_prompts(len(kinds))
+    params = [SamplingParams(**{"temperature": 0, "max_tokens": 20, "ignore_eos": True, **kind}) for kind in kinds]
+    outputs = fused.generate(prompts, params)
+    assert ids_of(fused.generate(prompts, params)) == ids_of(outputs)
+    first, scored = outputs[1].outputs[0], outputs[3]
+    assert first.logprobs is not None
+    assert [one.top[0].token_id for one in first.logprobs] == list(first.token_ids)
+    assert scored.prompt_logprobs is not None
+    assert len(scored.prompt_logprobs) == len(prompts[3])
+    assert outputs[7].outputs[0].text in ("yes", "no")
+    # The first four are plain greedy ones, whatever else they ask for.
+    expected = layered.generate(prompts[:4], greedy(logprobs=5))
+    assert_near(ids_of(outputs)[:4], expected, NEAR["bfloat16"])
+    assert_idle(fused)
+
+
+def test_an_abort_in_flight_leaves_the_others_alone_and_its_id_free(stored: Callable[..., Path]) -> None:
+    fused = on_card(stored("v3"))
+    prompts = drawn_prompts(6)
+    expected = on_card(stored("v3"), decode_path="layered").generate(prompts, greedy(30, logprobs=5))
+    engine = fused.engine
+    for index, prompt in enumerate(prompts):
+        engine.add_prompt(prompt, greedy(30), request_id=f"r{index}")
+    for _ in range(12):
+        engine.step()
+    for gone in ("r1", "r4"):
+        engine.abort(gone)
+    engine.add_prompt(prompts[4], greedy(30), request_id="r1")
+    while engine.has_unfinished():
+        engine.step()
+    kept = {"r0": 0, "r1": 4, "r2": 2, "r3": 3, "r5": 5}
+    found = [engine.take_result(name).outputs[0].token_ids for name in kept]
+    assert_near(found, [expected[index] for index in kept.values()], NEAR["bfloat16"])
+    assert_idle(fused)

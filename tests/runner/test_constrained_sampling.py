@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pellucid.core import InvalidRequestError, PellucidError, Request, SamplingParams
-from pellucid.runner.model_runner import StepResult, _keep
+from pellucid.runner.model_runner import StepResult, keep
 from pellucid.runner.sampler import SampledToken, SamplingState, sample
 
 VOCAB, EOS, STOP = 12, 3, 5
@@ -139,7 +139,7 @@ def test_a_constraint_that_fails_costs_its_own_request_alone() -> None:
     states = [state_of(Listed({4}), "a", temperature=0), state_of(Listed(), "b"), state_of(None, "c", temperature=0)]
     result = StepResult()
     for state, found in zip(states, sample(LOGITS.repeat(3, 1), states), strict=True):
-        _keep(state, found, result)
+        keep(state, found, result)
     assert {name: one.token_id for name, one in result.sampled.items()} == {"a": 4, "c": EOS}
     assert str(result.failed["b"]) == "too complex"
     assert states[1].output_token_ids == []
@@ -147,7 +147,7 @@ def test_a_constraint_that_fails_costs_its_own_request_alone() -> None:
 
 def test_a_token_that_the_constraint_does_not_take_is_not_kept() -> None:
     state, result = state_of(Listed({4})), StepResult()
-    _keep(state, SampledToken(5, None), result)
+    keep(state, SampledToken(5, None), result)
     assert str(result.failed["r"]) == "not allowed"
     assert not result.sampled
     assert not state.output_counts
@@ -161,7 +161,7 @@ def test_a_constraint_goes_on_by_each_kept_token_once() -> None:
         results.append(StepResult())
         # Asking twice changes nothing: only a token that is kept does.
         sample(LOGITS.unsqueeze(0), [state])
-        _keep(state, sample(LOGITS.unsqueeze(0), [state])[0], results[-1])
+        keep(state, sample(LOGITS.unsqueeze(0), [state])[0], results[-1])
     assert constraint.accepted == [4, 6, EOS] == state.output_token_ids
     assert [result.ended for result in results] == [set(), set(), {"r"}]
 

@@ -99,5 +99,5 @@ def rejection(decision: Decision, candidate: str) -> Rejection:
 
 
 def kinds(decision: Decision, candidate: str) -> set[str]:
-    """The kinds of misfit of a rejected candidate."""
-    return {m.kind for m in rejection(decision, candidate).misfits}
+    """The kinds of misfit of a candidate; none of the one that was taken."""
+    return set() if decision.value == candidate else {m.kind for m in rejection(decision, candidate).misfits}

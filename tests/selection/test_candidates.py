@@ -39,7 +39,7 @@ DECODE = {
     "flashinfer_gqa": ({"attention"},) * 4,
 }
 MOE = {
-    "triton_fused": (set(), set(), set(), {"device"}),
+    "triton_fused": ({"weights"}, {"weights"}, {"weights"}, {"device", "weights"}),
     "marlin": (set(), set(), set(), {"device"}),
     "flashinfer_trtllm": ({"compute_capability"}, {"compute_capability"}, set(), {"device"}),
     "flashinfer_cutlass": ({"weights"}, set(), {"weights"}, {"device"}),
@@ -73,7 +73,8 @@ def test_every_declared_backend_is_either_taken_or_explained(where):
 
 def test_a_backend_that_only_waits_to_be_built_says_so():
     decision = plan(KIMI_K25, PRO).decision("attention.decode", 1)
-    assert rejection(decision, "triton_mla").only_not_built
+    waiting = replace(_backend("triton_mla"), built_in=False)
+    assert [m.kind for m in misfits(waiting, _need(PRO))] == ["not_built"]
     assert not rejection(decision, "flashmla").only_not_built
 
 
@@ -141,8 +142,7 @@ def test_an_absorbed_kernel_ignores_the_nope_width_and_an_exact_one_does_not(nop
 def test_an_unknown_capability_runs_what_is_bound_by_limits_alone():
     unknown = replace(machine(PRO), gpus=(GPU("future", 130, 96 << 30, 101376, 200),) * 8)
     found = plan(KIMI_K25, unknown).decision("attention.decode", 1)
-    assert found.value == "reference"
-    assert rejection(found, "triton_mla").only_not_built
+    assert found.value == "triton_mla"
     for candidate in ("flashmla", "fa3_mla", "flashinfer_mla", "trtllm_mla", "cutlass_mla", "xqa_mla"):
         assert "compute_capability" in kinds(found, candidate)
 
@@ -203,8 +203,8 @@ def test_what_is_not_declared_is_not_supported():
 
 def test_grouped_query_models_have_candidates_of_their_own():
     decision = plan(SMALL_DENSE, H200).decision("attention.decode", 8)
-    assert decision.value == "reference"
-    assert rejection(decision, "triton_gqa").only_not_built
+    assert decision.value == "triton_gqa"
+    assert kinds(decision, "reference") == {"order"}
     assert kinds(decision, "fa3_gqa") == {"not_built", "package"}
     assert kinds(decision, "flashmla") == {"not_built", "attention"}
 
@@ -225,7 +225,7 @@ def test_a_scale_that_reaches_further_than_a_group_has_to_be_declared(reach, fit
 
 # Which scheme each MoE kernel reads where, as SGLang's and vLLM's own choices show: PRO 6000, H200, B200.
 MOE_SCHEMES = [
-    ("fp8", 128, "triton_fused", (set(), set(), set())),
+    ("fp8", 128, "triton_fused", ({"weights"}, {"weights"}, {"weights"})),
     ("fp8", 128, "deep_gemm", ({"compute_capability"}, set(), set())),
     ("fp8", 128, "flashinfer_trtllm", ({"compute_capability"}, {"compute_capability"}, set())),
     ("fp8", 128, "flashinfer_cutlass", ({"weights"}, set(), {"weights"})),
@@ -233,6 +233,7 @@ MOE_SCHEMES = [
     ("nvfp4", 16, "flashinfer_trtllm", ({"compute_capability"}, {"compute_capability"}, set())),
     ("nvfp4", 16, "triton_fused", ({"weights"}, {"weights"}, {"weights"})),
     ("bf16", None, "flashinfer_cutlass", (set(), set(), set())),
+    ("bf16", None, "triton_fused", (set(), set(), set())),
 ]
 
 

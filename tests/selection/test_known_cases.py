@@ -32,7 +32,9 @@ def test_the_largest_tile_within_the_limit_is_taken_on_any_capability(capability
     hardware = replace(GPU_A, gpus=(GPU("any", capability, 96 << 30, limit, 100),) * 8)
     choice = largest_tile(RAGGED_PREFILL, attention_widths(KIMI_K25.attention), hardware.gpus[0].smem_optin_bytes)
     assert choice.tile == tile
-    note = " ".join(rejection(plan(KIMI_K25, hardware).decision("attention.prefill", 1), "triton_mla").notes)
+    decision = plan(KIMI_K25, hardware).decision("attention.prefill", 1)
+    assert decision.value == "triton_mla"
+    note = " ".join(decision.because)
     assert f"tile {tile[0]}x{tile[1]}" in note
 
 

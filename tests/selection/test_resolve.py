@@ -55,11 +55,14 @@ def test_an_asked_backend_is_taken_even_where_another_comes_first():
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        ({"attention_backend": "flashmla"}, ("--attention-backend flashmla", "SM 9.0", "SM 12.0", "fits: reference")),
+        (
+            {"attention_backend": "flashmla"},
+            ("--attention-backend flashmla", "SM 9.0", "SM 12.0", "fits: triton_mla, reference"),
+        ),
         ({"attention_backend": "flash"}, ("no such attention backend", "flashmla", "reference")),
-        ({"attention_backend": "triton_mla"}, ("not built into this version", "fits: reference")),
+        ({"attention_backend": "flashinfer_mla"}, ("not built into this version", "fits: triton_mla, reference")),
         ({"attention_backend": "cpu_native"}, ("runs on cpu", "--device cpu")),
-        ({"kv_cache_dtype": "fp8"}, ("--kv-cache-dtype fp8", "reference", "--kv-cache-dtype bf16")),
+        ({"kv_cache_dtype": "fp8"}, ("--kv-cache-dtype fp8", "triton_mla", "--kv-cache-dtype bf16")),
         ({"batch_invariant": True}, ("--batch-invariant", "depend on the batch", "leave out --batch-invariant")),
         ({"tensor_parallel_size": 16}, ("--tensor-parallel-size 16", "8 cuda device")),
         ({"tensor_parallel_size": 3}, ("--tensor-parallel-size 3", "attention heads 16", "possible: 1, 2, 4, 8")),

@@ -1,0 +1,142 @@
+"""`FusedStep`: the fixed buffers of one bucket of decode rows, and the matrix product that fused layers share.
+
+Made by `models.fused_decoder`, once a bucket; read by `layers.fused_attention` and `layers.fused_mlp`. Nothing is
+allocated while a step runs, so that it can be captured in a CUDA graph.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from pellucid.kvcache.pool import KVPool
+from pellucid.layers.linear import Linear
+from pellucid.quantization.base import HeadwiseKernel
+
+if TYPE_CHECKING:
+    import torch
+
+    Scratch = Callable[..., torch.Tensor]
+
+FEW_ROWS = 16
+"""Up to here the kernels of a step are ours alone: every weight is read once, and by every row."""
+
+FUSED_NORM_ROWS = 4
+"""Up to here each program norms the rows itself; of more rows that takes longer than a launch for all."""
+
+
+PDL_SM = frozenset({90, 100, 103, 110, 120, 121})
+"""Where a kernel may start before the one ahead of it has ended, and load its weights meanwhile."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceLimits:
+    """What sizes of grids and tiles depend on. `shared_memory`: bytes that one block may ask for."""
+
+    sm_count: int
+    shared_memory: int
+    pdl: bool
+
+
+def device_limits(device: torch.device) -> DeviceLimits:
+    """Read from a CUDA device."""
+    import torch
+
+    found: Any = torch.cuda.get_device_properties(device)
+    pdl = found.major * 10 + found.minor in PDL_SM
+    return DeviceLimits(found.multi_processor_count, found.shared_memory_per_block_optin, pdl)
+
+
+@dataclass(frozen=True, slots=True)
+class FusedStep:
+    """One row per sequence. `x` is the residual stream; `sequence` is a row's line of `page_table`, `context` the keys
+    it sees, itself included (0: a padded row).
+
+    `scratch(name, *shape, dtype)` is a buffer kept under that name, shared by all layers: its content lasts until the
+    next layer of the kind.
+    """
+
+    rows: int
+    x: torch.Tensor  # [rows, hidden]
+    sequence: torch.Tensor  # int32 [rows]
+    context: torch.Tensor  # int32 [rows]
+    page_table: torch.Tensor  # int32 [slots, pages]
+    pool: KVPool
+    scratch: Scratch
+    max_context: int
+    limits: DeviceLimits
+
+    @property
+    def pdl(self) -> bool:
+        return self.limits.pdl
+
+    @property
+    def few(self) -> bool:
+        return self.rows <= FEW_ROWS
+
+    def project(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        out: torch.Tensor,
+        *,
+        norm: torch.Tensor | None = None,
+        eps: float = 0.0,
+        bias: torch.Tensor | None = None,
+        activation: Literal["silu_mul"] | None = None,
+        residual: bool = False,
+    ) -> None:
+        """out = (or += with `residual`) activation(rms_norm(x) weight^T + bias); x [rows, k], weight [n, k]."""
+        import torch
+
+        from pellucid.kernels.triton.linear import small_linear
+        from pellucid.kernels.triton.row_ops import rms_norm, silu_mul
+
+        if norm is not None and self.rows > FUSED_NORM_ROWS:
+            normed = self.scratch("normed", self.rows, x.shape[1])
+            rms_norm(x, norm, eps, normed, pdl=self.pdl)
+            x, norm = normed, None
+        if self.few:
+            small_linear(
+                x, weight, out, norm=norm, eps=eps, bias=bias, activation=activation, residual=residual, pdl=self.pdl
+            )
+            return
+        if residual:
+            out.addmm_(x, weight.t())
+        elif activation is None:
+            torch.mm(x, weight.t(), out=out)
+        else:
+            wide = self.scratch("gate_up", self.rows, weight.shape[0])
+            torch.mm(x, weight.t(), out=wide)
+            silu_mul(wide, out, pdl=self.pdl)
+        if bias is not None:
+            out.add_(bias)
+
+
+def scratch_space(device: torch.device, dtype: torch.dtype) -> Scratch:
+    """Buffers by name, which grow to the largest shape asked for: a first step makes them, a second finds them made."""
+    import torch
+
+    kept: dict[tuple[str, torch.dtype], torch.Tensor] = {}
+
+    def scratch(name: str, *shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
+        count, key = math.prod(shape), (name, dtype)
+        if key not in kept or kept[key].numel() < count:
+            kept[key] = torch.zeros(count, dtype=dtype, device=device)
+        return kept[key][:count].view(shape)
+
+    return scratch
+
+
+def dense(linear: Linear) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The weight [rows, columns] and bias of a linear layer that is one dense matrix, as the fused path needs it."""
+    (kernel,) = linear.kernels
+    return kernel.weight, kernel.bias  # type: ignore[attr-defined]
+
+
+def per_head(kernel: HeadwiseKernel) -> torch.Tensor:
+    """The weight [heads, rows, columns] of a headwise kernel that keeps it dense."""
+    weight: torch.Tensor = kernel.weight  # type: ignore[attr-defined]
+    return weight

@@ -1,0 +1,173 @@
+"""The decode step of a model in fused kernels over fixed buffers. Made by `runner.gpu_runner` from a loaded `Decoder`.
+
+begin (embedding of each slot's token) -> fused layers -> norm + lm_head + best token -> finish (the next state)
+
+It shares the decoder's weights and computes the same sums in fewer launches. A step reads and writes the device's
+own state, so that steps follow each other without the host.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from pellucid.kvcache.pool import KVPool
+from pellucid.layers.fused_attention import FusedGQA, FusedMLA
+from pellucid.layers.fused_mlp import FusedMLP, FusedMoE
+from pellucid.layers.fused_step import FUSED_NORM_ROWS, DeviceLimits, FusedStep, dense, scratch_space
+from pellucid.layers.mla import MLAAttention
+from pellucid.layers.moe import MoE
+from pellucid.models.decoder import Decoder, DecoderLayer
+
+if TYPE_CHECKING:
+    import torch
+
+    from pellucid.layers.fused_step import Scratch
+
+
+class SequenceState(Protocol):
+    """Per slot, on the device: what a step reads and moves on. See `runner.device_state`."""
+
+    tokens: torch.Tensor
+    positions: torch.Tensor
+    temperatures: torch.Tensor
+    seeds: torch.Tensor
+    row_slots: torch.Tensor
+    page_table: torch.Tensor
+    scratch_slot: int
+
+
+@dataclass(frozen=True, slots=True)
+class TokenRing:
+    """Where steps leave their tokens: `tokens` int32 [steps, rows] in memory that the host reads, -1 for logits that
+    are not finite. `step` int64 [1] on the device counts the steps that have written."""
+
+    tokens: torch.Tensor
+    step: torch.Tensor
+
+
+class FusedDecoder:
+    """`step(rows)` computes the first `rows` of `state.row_slots`, and samples.
+
+    The logits of the last step of a bucket stay in `logits(rows)`, for rows that the host samples.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        pool: KVPool,
+        state: SequenceState,
+        ring: TokenRing,
+        max_context: int,
+        limits: DeviceLimits,
+    ) -> None:
+        self._decoder, self._pool, self._state, self._ring = decoder, pool, state, ring
+        self._max_context, self._limits = max_context, limits
+        self._pdl = limits.pdl
+        self._device, self._dtype = decoder.norm.weight.device, decoder.norm.weight.dtype
+        self._halves = [half for layer in decoder.layers for half in _fused(layer)]
+        self._head, _ = dense(decoder.lm_head)
+        self._steps: dict[int, FusedStep] = {}
+        self._scratch: dict[int, Scratch] = {}
+
+    def step(self, rows: int) -> None:
+        """One step of a bucket: launches only, nothing is waited for."""
+        from pellucid.kernels.triton.head import begin_step
+
+        state, step = self._state, self._bucket(rows)
+        begin_step(
+            state.tokens, state.positions, step.sequence, state.scratch_slot, self._decoder.embedding.data, step.x,
+            step.context,
+        )  # fmt: skip
+        for half in self._halves:
+            half.add_to(step)
+        self._finish(step, self._scratch[rows])
+
+    def sample(self, logits: torch.Tensor, slots: torch.Tensor) -> None:
+        """The next token of sequences in `slots`, int32 [rows], whose prompts end here, from logits [rows, vocab]."""
+        import torch
+
+        from pellucid.kernels.triton import head
+
+        state, rows = self._state, logits.shape[0]
+        programs = -(-logits.shape[1] // head.PARTIAL_BLOCK)
+        value = torch.empty(rows, programs, dtype=torch.float32, device=logits.device)
+        index = torch.empty(rows, programs, dtype=torch.int32, device=logits.device)
+        head.partial_best(
+            logits, value, index, temperature=state.temperatures, seed=state.seeds, state_positions=state.positions,
+            row_slots=slots,
+        )  # fmt: skip
+        head.finish_step(
+            value, index, slots, state.scratch_slot, state.tokens, state.positions, self._ring.tokens, self._ring.step
+        )
+
+    def logits(self, rows: int) -> torch.Tensor:
+        """[rows, vocab] of the last step of this bucket."""
+        import torch
+
+        dtype = torch.float32 if self._steps[rows].few else self._dtype
+        return self._scratch[rows]("logits", rows, self._head.shape[0], dtype=dtype)
+
+    def _finish(self, step: FusedStep, scratch: Scratch) -> None:
+        """The next token of each row into the state and the ring."""
+        import torch
+
+        from pellucid.kernels.triton import head
+        from pellucid.kernels.triton.row_ops import rms_norm
+
+        norm, state, rows, x, slots = self._decoder.norm, self._state, step.rows, step.x, step.sequence
+        programs = head.head_programs(self._head.shape[0], rows)
+        value = scratch("best_value", rows, programs, dtype=torch.float32)
+        index = scratch("best_index", rows, programs, dtype=torch.int32)
+        logits = self.logits(rows)
+        if step.few:
+            source = scratch("normed", rows, x.shape[1]) if rows > FUSED_NORM_ROWS else x
+            weight = None if rows > FUSED_NORM_ROWS else norm.weight
+            if weight is None:
+                rms_norm(x, norm.weight, norm.eps, source, pdl=self._pdl)
+            head.small_head(
+                source, weight, norm.eps, self._head, logits, value, index, temperature=state.temperatures,
+                seed=state.seeds, state_positions=state.positions, row_slots=slots, pdl=self._pdl,
+            )  # fmt: skip
+        else:
+            normed = scratch("normed", rows, x.shape[1])
+            rms_norm(x, norm.weight, norm.eps, normed, pdl=self._pdl)
+            torch.mm(normed, self._head.t(), out=logits)
+            head.partial_best(
+                logits, value, index, temperature=state.temperatures, seed=state.seeds,
+                state_positions=state.positions, row_slots=slots, pdl=self._pdl,
+            )  # fmt: skip
+        head.finish_step(
+            value, index, slots, state.scratch_slot, state.tokens, state.positions, self._ring.tokens, self._ring.step,
+            pdl=self._pdl,
+        )  # fmt: skip
+
+    def _bucket(self, rows: int) -> FusedStep:
+        import torch
+
+        if rows not in self._steps:
+            scratch = self._scratch[rows] = scratch_space(self._device, self._dtype)
+            self._steps[rows] = FusedStep(
+                rows,
+                scratch("x", rows, self._decoder.traits.hidden_size),
+                self._state.row_slots[:rows],
+                scratch("context", rows, dtype=torch.int32),
+                self._state.page_table,
+                self._pool,
+                scratch,
+                self._max_context,
+                self._limits,
+            )
+        return self._steps[rows]
+
+
+def _fused(layer: DecoderLayer) -> tuple[FusedMLA | FusedGQA, FusedMLP | FusedMoE]:
+    attention, mlp = layer.attention, layer.mlp
+    return (
+        FusedMLA(layer.input_norm, attention)
+        if isinstance(attention, MLAAttention)
+        else FusedGQA(layer.input_norm, attention),
+        FusedMoE.of(layer.post_attention_norm, mlp)
+        if isinstance(mlp, MoE)
+        else FusedMLP(layer.post_attention_norm, mlp),
+    )

@@ -1,0 +1,92 @@
+"""Decides how decode steps are computed: by layers, or fused and from CUDA graphs. Called by `resolve`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pellucid.core import PlanError
+from pellucid.selection.args import EngineArgs
+from pellucid.selection.plan import Decision
+from pellucid.traits.model import ModelTraits
+
+FUSED, LAYERED = "fused", "layered"
+
+DENSE = frozenset({"bf16", "fp16", "fp32"})
+
+FUSED_BACKENDS = {
+    "attention.decode": frozenset({"triton_mla", "triton_gqa"}),
+    "moe": frozenset({"triton_fused"}),
+    "linear": frozenset({"reference"}),
+}
+"""The backends whose weights and KV the fused kernels read as they are."""
+
+
+def decide_decode(
+    args: EngineArgs,
+    model: ModelTraits,
+    device: str,
+    ranks: int,
+    dtype: str,
+    kv_dtype: str,
+    kernels: Sequence[Decision],
+) -> tuple[Decision, ...]:
+    """`decode_path`, and `cuda_graphs`, which holds for the fused path only.
+
+    Raises:
+        PlanError: the fused path was asked for and does not fit.
+    """
+    obstacle = _obstacle(args, model, device, ranks, dtype, kv_dtype, kernels)
+    asked = args.decode_path
+    if asked == FUSED and obstacle:
+        raise PlanError(f"--decode-path fused: {obstacle}; leave the flag out")
+    if asked is not None:
+        path = Decision("decode_path", None, asked, "asked", ("--decode-path",))
+    elif obstacle:
+        path = Decision("decode_path", None, LAYERED, "forced by traits", (obstacle,))
+    else:
+        because = "16-bit weights on one GPU: 5 to 9 kernels a layer, each a whole wave, instead of 15 to 25"
+        path = Decision("decode_path", None, FUSED, "default", (because, "--decode-path layered forces the other"))
+    if path.value != FUSED:
+        reason = "only the fused path is captured"
+        if args.enforce_eager is False:
+            raise PlanError(f"--no-enforce-eager: {reason}, and the decode path is {path.value}; leave the flag out")
+        return path, Decision("cuda_graphs", None, False, "forced by traits", (reason,))
+    if args.enforce_eager is not None:
+        flag = "--enforce-eager" if args.enforce_eager else "--no-enforce-eager"
+        return path, Decision("cuda_graphs", None, not args.enforce_eager, "asked", (flag,))
+    return path, Decision("cuda_graphs", None, True, "default", ("one graph a bucket of decode rows: no launch costs",))
+
+
+def _obstacle(
+    args: EngineArgs,
+    model: ModelTraits,
+    device: str,
+    ranks: int,
+    dtype: str,
+    kv_dtype: str,
+    kernels: Sequence[Decision],
+) -> str:
+    """Why decode can't be fused; empty when it can."""
+    if device != "cuda":
+        return f"the fused kernels run on CUDA devices, this is the {device}"
+    if ranks > 1:
+        return f"{ranks} ranks: the fused kernels know one"
+    if dtype not in ("bf16", "fp16") or kv_dtype != dtype:
+        return f"the fused kernels compute in bf16 or fp16 with KV of the same type, not in {dtype} with {kv_dtype}"
+    if model.mlp_bias:
+        return "the MLPs have biases"
+    attention, forms = model.attention, model.weights
+    if attention.kind == "mla" and attention.bias and attention.q_lora_rank is None:
+        return "kv_a_proj has a bias and q_proj has none: the two can't be one product"
+    mixable = [forms.attention, forms.dense_mlp, *([forms.shared_experts] if forms.shared_experts else [])]
+    packed = next((form for form in mixable if form.scheme not in DENSE), None)
+    if packed is not None:
+        return f"weights stored as {packed} may differ from matrix to matrix, and the fused kernels read several as one"
+    if args.batch_invariant:
+        return "--batch-invariant: a row's sums are taken in another order in another bucket"
+    for decision in kernels:
+        family = decision.op.partition(".")[0]
+        names = FUSED_BACKENDS.get(decision.op) or FUSED_BACKENDS.get(family)
+        if names is not None and decision.op != "attention.prefill" and decision.value not in names:
+            return f"{decision.key} is {decision.value}, whose weights or cache they do not read"
+    return ""

@@ -1,0 +1,76 @@
+"""A fused decode step gives the logits of the layered decoder, and moves the state on; tiny models of every family."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from pellucid.layers import fused_step
+from pellucid.step_plan import UNKNOWN_TOKEN
+from tests.kernels.triton.fused_steps import FusedSteps
+
+PROMPT = 21
+
+
+@pytest.fixture
+def wide_tiles(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the interpreter a program costs milliseconds whatever its size: a few large ones, instead of hundreds."""
+    if device.type == "cuda":
+        return
+    from pellucid.kernels.triton import head, linear
+
+    choose = linear.linear_tile
+    monkeypatch.setattr(linear, "linear_tile", lambda *shape: choose(*shape)._replace(block_n=64))
+    monkeypatch.setattr(head, "head_tile", lambda *shape: choose(*shape)._replace(block_n=32))
+
+
+@pytest.mark.parametrize(
+    ("shape", "rows", "limits"),
+    [
+        ("v3", 1, {}),
+        ("v3", 3, {"FEW_ROWS": 2, "FUSED_NORM_ROWS": 2}),
+        ("qwen3-moe", 3, {"FUSED_NORM_ROWS": 2}),
+        ("llama", 1, {}),
+    ],
+    ids=["v3", "v3-many", "qwen3-moe-some", "llama"],
+)
+def test_a_step_is_that_of_the_layered_decoder(
+    shape: str,
+    rows: int,
+    limits: dict[str, int],
+    tmp_path: Path,
+    device: torch.device,
+    dtype: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
+    wide_tiles: None,
+) -> None:
+    """`limits` make few rows go the way of many: norms of their own, the library's products, experts sorted."""
+    for name, value in limits.items():
+        monkeypatch.setattr(fused_step, name, value)
+    if "FEW_ROWS" in limits:
+        from pellucid.kernels.triton import head
+
+        monkeypatch.setattr(head, "MAX_ROWS", limits["FEW_ROWS"])
+    steps = FusedSteps.of(shape, rows, tmp_path, device, dtype)
+    generator = torch.Generator().manual_seed(rows)
+    prompts = torch.randint(3, steps.decoder.traits.vocab_size, (rows, PROMPT), generator=generator).tolist()
+    steps.layered([steps.row(i, 0, prompts[i][:-1], prefill=True) for i in range(rows)])
+    decode = [steps.row(i, PROMPT - 1, prompts[i][-1:]) for i in range(rows)]
+    expected = steps.layered(decode)
+    found = steps.step(decode)
+    # Every layer adds a rounding of its own: 1 % each in bf16, on a random model of three layers.
+    tolerance = 8e-2 if dtype == torch.bfloat16 else 2e-2
+    assert (found - expected).norm() / expected.norm() < tolerance
+    tokens = steps.ring.tokens[0, :rows].tolist()
+    assert tokens == found.argmax(-1).tolist()
+    state = steps.state
+    assert [int(state.positions[state.slot(f"r{i}")]) for i in range(rows)] == [PROMPT] * rows
+    assert [int(state.tokens[state.slot(f"r{i}")]) for i in range(rows)] == tokens
+    assert int(state.positions[state.scratch_slot]) == 0
+
+    # A second step goes on from the device's own state: nothing is sent.
+    expected = steps.layered([steps.row(i, PROMPT, tokens[i : i + 1]) for i in range(rows)])
+    found = steps.step([steps.row(i, PROMPT, [UNKNOWN_TOKEN]) for i in range(rows)])
+    assert (found - expected).norm() / expected.norm() < tolerance
