@@ -12,7 +12,8 @@ if TYPE_CHECKING:
 
     from pellucid.attention.base import AttentionMetadata, Expand
     from pellucid.kernels.context import KernelContext
-    from pellucid.kernels.triton.prefill_tiles import DeviceLimits, StepMemo
+    from pellucid.kernels.device import DeviceLimits
+    from pellucid.kernels.triton.prefill_tiles import StepMemo
 
 PREFILL_TILES = SharedMemoryModel(
     kernel="ragged GQA prefill",
@@ -48,7 +49,8 @@ TRAITS = BackendTraits(
 
 
 def create(context: KernelContext, phase: Phase) -> TritonGQA:
-    from pellucid.kernels.triton.prefill_tiles import StepMemo, device_limits
+    from pellucid.kernels.device import device_limits
+    from pellucid.kernels.triton.prefill_tiles import StepMemo
 
     return TritonGQA(phase, device_limits(context.device), StepMemo())
 

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 
     from pellucid.attention.base import AttentionMetadata, Expand
     from pellucid.kernels.context import KernelContext
-    from pellucid.kernels.triton.prefill_tiles import DeviceLimits, StepMemo
+    from pellucid.kernels.device import DeviceLimits
+    from pellucid.kernels.triton.prefill_tiles import StepMemo
 
 PREFILL_TILES = SharedMemoryModel(
     kernel="ragged MLA prefill",
@@ -55,7 +56,8 @@ MAX_EXPANDED = 1 << 29
 
 
 def create(context: KernelContext, phase: Phase) -> TritonMLA:
-    from pellucid.kernels.triton.prefill_tiles import StepMemo, device_limits
+    from pellucid.kernels.device import device_limits
+    from pellucid.kernels.triton.prefill_tiles import StepMemo
 
     return TritonMLA(phase, device_limits(context.device), StepMemo())
 

@@ -14,6 +14,7 @@ from pellucid.kernels.context import KernelContext
 from pellucid.kvcache.pool import KVPool
 from pellucid.layers.moe import MoE, route
 from pellucid.models.decoder import Decoder
+from pellucid.quantization.weight import dtype_of
 from pellucid.runner.backends import create_backends
 from pellucid.runner.forward_batch import build_forward_batch
 from pellucid.selection.plan import ExecutionPlan
@@ -73,8 +74,7 @@ def count_experts(
     if each * len(sequences) > num_pages:
         return None
     tables = [tuple(range(1 + i * each, 1 + (i + 1) * each)) for i in range(len(sequences))]
-    dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-    backends = create_backends(plan, KernelContext(device, dtypes[plan.dtype], plan.threads)).attention
+    backends = create_backends(plan, KernelContext(device, dtype_of(plan.dtype), plan.threads)).attention
 
     def forward(decoder: Decoder, rows: Sequence[ScheduledSequence], decode: bool) -> None:
         tokens = sum(len(row.token_ids) for row in rows)

@@ -19,6 +19,7 @@ from pellucid.bench.provenance import provenance, spread
 from pellucid.bench.roofline import StepFloor, step_floor
 from pellucid.core import InvalidRequestError, PellucidError, SamplingParams
 from pellucid.engine.engine import Engine
+from pellucid.quantization.weight import dtype_of
 from pellucid.runner.gpu_runner import GPURunner
 from pellucid.runner.model_runner import ModelRunner
 from pellucid.selection.args import EngineArgs
@@ -131,7 +132,7 @@ def measure(engine: Engine, load: Load, report: Report) -> dict[str, Any]:
     import torch
 
     plan = engine.plan
-    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[plan.dtype]
+    dtype = dtype_of(plan.dtype)
     speeds = measure_speeds(torch.device(plan.device), dtype)
     report(f"{speeds.speeds().read_bandwidth / 1e12:.3f} TB/s read, {speeds.speeds().matrix_flops / 1e12:.1f} TFLOP/s")
     report(f"  {speeds.speeds().source}")

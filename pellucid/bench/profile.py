@@ -16,6 +16,7 @@ from pellucid.bench.bandwidth import measure_speeds
 from pellucid.bench.idle import Window
 from pellucid.bench.roofline import StepFloor, step_floor
 from pellucid.engine.engine import Engine
+from pellucid.quantization.weight import dtype_of
 
 CLASSES = (
     "attention",
@@ -107,7 +108,7 @@ def floor_of(engine: Engine, batch: int, context: int) -> StepFloor:
     import torch
 
     plan = engine.plan
-    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[plan.dtype]
+    dtype = dtype_of(plan.dtype)
     speeds = measure_speeds(torch.device(plan.device), dtype).speeds()
     ranks, kv_dtype = plan.tensor_parallel_size, plan.kv_dtype
     return step_floor(engine.traits, speeds, batch=batch, context=context, ranks=ranks, kv_dtype=kv_dtype)

@@ -105,7 +105,7 @@ class FusedMoE:
 
         from pellucid.kernels.triton import moe_grouped
         from pellucid.kernels.triton.routing import route_topk
-        from pellucid.kernels.triton.row_ops import rms_norm, silu_mul
+        from pellucid.kernels.triton.row_ops import rms_norm
 
         layer, traits, x, rows = self.layer, self.layer.traits, step.x, step.rows
         routed, (gate, _) = self.experts, dense(layer.gate)
@@ -130,11 +130,9 @@ class FusedMoE:
         out = step.scratch("pairs", pairs, x.shape[1], dtype=torch.float32)
         moe_grouped.grouped_down(act, routed.down, blocks, weights, out, tile=tiles.down, pdl=step.pdl)
         if shared_up is not None and shared_down is not None:
-            wide = step.scratch("gate_up", rows, shared_up.shape[0])
-            torch.mm(normed, shared_up.t(), out=wide)
             shared_act = step.scratch("shared_act", rows, shared_down.shape[1])
-            silu_mul(wide, shared_act, pdl=step.pdl)
-            x.addmm_(shared_act, shared_down.t())
+            step.project(normed, shared_up, shared_act, activation="silu_mul")
+            step.project(shared_act, shared_down, x, residual=True)
         moe_grouped.reduce_pairs(out, x, pdl=step.pdl)
 
     def _shared(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:

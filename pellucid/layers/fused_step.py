@@ -9,8 +9,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
+from pellucid.kernels.device import DeviceLimits
 from pellucid.kvcache.pool import KVPool
 from pellucid.layers.linear import Linear
 from pellucid.quantization.base import HeadwiseKernel
@@ -25,28 +26,6 @@ FEW_ROWS = 16
 
 FUSED_NORM_ROWS = 4
 """Up to here each program norms the rows itself; of more rows that takes longer than a launch for all."""
-
-
-PDL_SM = frozenset({90, 100, 103, 110, 120, 121})
-"""Where a kernel may start before the one ahead of it has ended, and load its weights meanwhile."""
-
-
-@dataclass(frozen=True, slots=True)
-class DeviceLimits:
-    """What sizes of grids and tiles depend on. `shared_memory`: bytes that one block may ask for."""
-
-    sm_count: int
-    shared_memory: int
-    pdl: bool
-
-
-def device_limits(device: torch.device) -> DeviceLimits:
-    """Read from a CUDA device."""
-    import torch
-
-    found: Any = torch.cuda.get_device_properties(device)
-    pdl = found.major * 10 + found.minor in PDL_SM
-    return DeviceLimits(found.multi_processor_count, found.shared_memory_per_block_optin, pdl)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,10 +11,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+from pellucid.kernels.device import DeviceLimits
 from pellucid.kvcache.pool import KVPool
 from pellucid.layers.fused_attention import FusedGQA, FusedMLA
 from pellucid.layers.fused_mlp import FusedMLP, FusedMoE
-from pellucid.layers.fused_step import FUSED_NORM_ROWS, DeviceLimits, FusedStep, dense, scratch_space
+from pellucid.layers.fused_step import FUSED_NORM_ROWS, FusedStep, dense, scratch_space
 from pellucid.layers.mla import MLAAttention
 from pellucid.layers.moe import MoE
 from pellucid.models.decoder import Decoder, DecoderLayer

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from pellucid.layers.moe import route
 from pellucid.models.layout import stacked_shapes
 from pellucid.models.weights import SAFETENSORS_SCHEMES, ProgressCallback, Weights
-from pellucid.quantization.weight import StoredWeight
+from pellucid.quantization.weight import StoredWeight, dtype_of
 from pellucid.selection.args import ITEMSIZE
 from pellucid.traits.model import ModelTraits, MoETraits
 from pellucid.traits.tensors import TensorInfo
@@ -106,7 +106,7 @@ class SyntheticWeights(Weights):
 
         info = self._infos[name]
         scheme = SAFETENSORS_SCHEMES[info.dtype]
-        dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[scheme]
+        dtype = dtype_of(scheme)
         data = torch.empty(info.shape, dtype=dtype, device=self.device)
         module = name.split(".")[-2]
         if module.endswith("norm"):

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pellucid.core import CheckpointError
-from pellucid.quantization.weight import DENSE_SCHEMES, StoredWeight, stack_experts
+from pellucid.quantization.weight import DENSE_SCHEMES, StoredWeight, dtype_of, stack_experts
 from pellucid.traits.tensors import TensorInfo
 
 if TYPE_CHECKING:
@@ -86,12 +86,11 @@ class Weights:
         return stack_experts([self.matrix(f"{prefix}.{expert}.{projection}.weight") for expert in range(count)])
 
     def _read(self, info: TensorInfo, scheme: str) -> torch.Tensor:
-        import torch
 
         whole = self._map(info.file)[info.offset : info.offset + info.nbytes]
         if scheme not in DENSE_SCHEMES:
             return whole.view(*info.shape[:-1], -1)
-        dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[scheme]
+        dtype = dtype_of(scheme)
         if info.offset % dtype.itemsize:
             # safetensors does not align tensors; a view needs aligned memory.
             whole = whole.clone()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from pellucid.traits.backend import ANY, BackendTraits, Package, Priority
 
@@ -42,15 +42,13 @@ class TritonFusedMoE:
     """16-bit experts on the device, [gate | up] in one matrix. Implements `MoEBackend`."""
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
-        import torch
-
+        from pellucid.kernels.device import device_limits
         from pellucid.kernels.triton.moe_grouped import H100_SHARED_MEMORY
 
         self.dtype, self.device = dtype, device
         self.shared_memory = H100_SHARED_MEMORY
         if device.type == "cuda":
-            properties: Any = torch.cuda.get_device_properties(device)
-            self.shared_memory = properties.shared_memory_per_block_optin
+            self.shared_memory = device_limits(device).shared_memory
 
     def prepare(self, gate: StoredWeight, up: StoredWeight, down: StoredWeight) -> GroupedExperts:
         import torch

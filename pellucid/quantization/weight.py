@@ -113,6 +113,13 @@ def scheme_of(dtype: torch.dtype) -> str:
     return {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype]
 
 
+def dtype_of(scheme: str) -> torch.dtype:
+    """torch.bfloat16 for `bf16`, and so on: the inverse of `scheme_of`."""
+    import torch
+
+    return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[scheme]
+
+
 def join_rows(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     """Tensors one below the other, along the last dim but one; on the CPU with numpy, for the reason of `is_finite`."""
     import numpy as np

@@ -112,6 +112,8 @@ class DeviceState:
 
         Each is given the position of its last prompt token: sampling moves it on by one.
         """
+        import torch
+
         delta = _Delta()
         slots = []
         for row, (params, seed) in zip(prefilled, settings, strict=True):
@@ -122,8 +124,6 @@ class DeviceState:
             self._pages(mirror, row.pages, delta)
             slots.append(mirror.slot)
         self._send(delta)
-        import torch
-
         return torch.tensor(slots, dtype=torch.int32).to(self._device, non_blocking=True)
 
     def forget_token(self, request_id: str) -> None:

@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from pellucid.core import PellucidError, Request
+from pellucid.kernels.device import device_limits
 from pellucid.kvcache.pool import KVPool
-from pellucid.layers.fused_step import device_limits
 from pellucid.models.decoder import Decoder
 from pellucid.models.fused_decoder import FusedDecoder, TokenRing
 from pellucid.models.weights import ProgressCallback

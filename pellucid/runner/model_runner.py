@@ -12,6 +12,7 @@ from pellucid.kernels.context import KernelContext
 from pellucid.kvcache.pool import KVPool
 from pellucid.models.loading import load_decoder
 from pellucid.models.weights import ProgressCallback
+from pellucid.quantization.weight import dtype_of
 from pellucid.runner.backends import create_backends
 from pellucid.runner.base import StepResult
 from pellucid.runner.forward_batch import build_forward_batch
@@ -64,18 +65,17 @@ class ModelRunner:
     ) -> None:
         import torch
 
-        dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
         if plan.device == "cpu" and plan.decision("threads").how == "asked":
             # Process-wide, so only on request: our own kernels have their own threads.
             torch.set_num_threads(plan.threads)
         self.device = torch.device(plan.device)
         self.plan, self.traits, self.capture = plan, traits, tuple(capture)
-        context = KernelContext(self.device, dtypes[plan.dtype], plan.threads)
+        context = KernelContext(self.device, dtype_of(plan.dtype), plan.threads)
         backends = create_backends(plan, context)
         self._attention = backends.attention
         self.model = load_decoder(traits, tensors, backends.layers, plan.max_model_len, on_progress)
         self.pool = KVPool(
-            traits.attention, traits.num_layers, plan.num_kv_pages, plan.page_size, dtypes[plan.kv_dtype], self.device
+            traits.attention, traits.num_layers, plan.num_kv_pages, plan.page_size, dtype_of(plan.kv_dtype), self.device
         )
         self._states: dict[str, SamplingState] = {}
         self._unseeded = 0

@@ -35,14 +35,6 @@ def fit_block_k(columns: int, most: int) -> int:
 
 
 @triton.jit
-def await_step(PDL: tl.constexpr):
-    """Before it: weights only. After it: what earlier kernels of the step wrote, and every store."""
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
-
-
-@triton.jit
 def weight_tile(weight, m, mask, k, K: tl.constexpr, BLOCK_K: tl.constexpr):
     """Rows m of weight [*, K], columns from k: read once, so evicted first."""
     columns = k + tl.arange(0, BLOCK_K)
@@ -62,7 +54,7 @@ def _prefetch(weight, m, K: tl.constexpr, LINES: tl.constexpr):
 
 @triton.jit
 def fetch_ahead(weight, m, mask, K: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, PDL: tl.constexpr):
-    """Before `await_step`: of one row the first tile goes to registers, of several rows all of m to the L2."""
+    """Before `wait_for_input`: of one row the first tile goes to registers, of several rows all of m to the L2."""
     if BLOCK_R == 1:
         first = weight_tile(weight, m, mask, 0, K, BLOCK_K)
     else:

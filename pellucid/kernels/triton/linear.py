@@ -15,9 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from pellucid.kernels.triton.row_ops import rms_norm, silu_mul, wait_for_input
-
-__all__ = ["LinearTile", "linear_tile", "rms_norm", "silu_mul", "small_linear"]
+from pellucid.kernels.triton.row_ops import wait_for_input
 
 MAX_ROWS = 16
 """Most rows of `small_linear`."""

@@ -17,7 +17,6 @@ import triton.language as tl
 from pellucid.kernels.triton.few_rows import (
     MAX_ROWS,
     SmallTile,
-    await_step,
     fetch_ahead,
     fit_block_k,
     gate_up_rows,
@@ -26,6 +25,7 @@ from pellucid.kernels.triton.few_rows import (
     weight_tile,
 )
 from pellucid.kernels.triton.routing import RoutingRule, route_topk, router, router_and_shared, shared_tile
+from pellucid.kernels.triton.row_ops import wait_for_input
 
 __all__ = [
     "MAX_ROWS",
@@ -152,7 +152,7 @@ def _experts_up_kernel(
     TILES: tl.constexpr = (INTERMEDIATE + BLOCK_N - 1) // BLOCK_N
     pair, tile = tl.program_id(0) // TILES, tl.program_id(0) % TILES
     m, mask = gate_up_rows(tile, INTERMEDIATE, BLOCK_N)
-    await_step(PDL)
+    wait_for_input(PDL)
     if BLOCK_R == 1:
         expert = tl.load(experts + pair)
         pairs, leads = pair + tl.arange(0, 1), expert >= 0
@@ -181,7 +181,7 @@ def _down_row_kernel(
     mask = n < HIDDEN
     if SHARED > 0:
         first = weight_tile(shared_down, n, mask, 0, SHARED, FIRST_K)
-    await_step(PDL)
+    wait_for_input(PDL)
     total = tl.load(residual + n, mask=mask, other=0.0).to(tl.float32)
     products = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
     for j in tl.range(0, TOP_K, loop_unroll_factor=UNROLL):
@@ -221,7 +221,7 @@ def _down_rows_kernel(
         if pair == 0:
             fetch_ahead(shared_down, n, mask, SHARED, BLOCK_K, BLOCK_R, PDL)
         pair -= 1
-    await_step(PDL)
+    wait_for_input(PDL)
     row = tl.arange(0, BLOCK_R)
     if pair < 0:
         if SHARED > 0:
@@ -253,7 +253,7 @@ def _reduce_kernel(
     row = tl.program_id(0)
     n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = n < HIDDEN
-    await_step(PDL)
+    wait_for_input(PDL)
     total = tl.load(residual + row * residual_stride + n, mask=mask, other=0.0).to(tl.float32)
     for j in tl.static_range(TOP_K):
         pair = row * TOP_K + j

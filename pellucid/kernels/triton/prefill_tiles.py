@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from pellucid.core import PlanError
+from pellucid.kernels.device import DeviceLimits
 
 T = TypeVar("T")
 
@@ -44,22 +45,6 @@ def query_tiles(
             tiles.append((row, min(row + block_m, stop), seen, sequence, key_start))
     tiles.sort(key=lambda tile: tile[2], reverse=True)
     return torch.tensor(tiles, dtype=torch.int32, device=device)
-
-
-class DeviceLimits(NamedTuple):
-    """What the choice of tiles and splits depends on: compute capability (90 for 9.0), SMs, bytes a block may have."""
-
-    sm: int
-    sm_count: int
-    shared_memory: int
-
-
-def device_limits(device: torch.device) -> DeviceLimits:
-    """Read from the driver."""
-    found: Any = torch.cuda.get_device_properties(device)
-    return DeviceLimits(
-        10 * found.major + found.minor, found.multi_processor_count, found.shared_memory_per_block_optin
-    )
 
 
 TILES = ((128, 64), (64, 64), (32, 64))

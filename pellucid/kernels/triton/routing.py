@@ -15,7 +15,6 @@ import triton.language as tl
 from pellucid.kernels.triton.few_rows import (
     MAX_ROWS,
     SmallTile,
-    await_step,
     fetch_ahead,
     fit_block_k,
     gate_up_rows,
@@ -24,6 +23,7 @@ from pellucid.kernels.triton.few_rows import (
     project,
     store_silu_mul,
 )
+from pellucid.kernels.triton.row_ops import wait_for_input
 from pellucid.traits.model import GroupRule, MoETraits, Scoring
 
 _ROUTER_EXPERTS = {True: 4, False: 16}  # experts a router program scores: of one row, of several
@@ -306,7 +306,7 @@ def _router_shared_kernel(
     if program < ROUTERS:
         expert = program * BLOCK_E + tl.arange(0, BLOCK_E)
         first = fetch_ahead(gate, expert, expert < EXPERTS, HIDDEN, ROUTER_K, BLOCK_R, PDL)
-        await_step(PDL)
+        wait_for_input(PDL)
         scores = project(
             first, gate, expert, expert < EXPERTS, x, row * x_stride, row < rows, norm, eps,
             HIDDEN, BLOCK_E, BLOCK_R, ROUTER_K,
@@ -328,7 +328,7 @@ def _router_shared_kernel(
         other = program - ROUTERS
         if normed is not None:
             if other < rows:
-                await_step(PDL)
+                wait_for_input(PDL)
                 one = tl.arange(0, 1)
                 offsets, target = one + other * x_stride, normed + other * normed_stride
                 scale = 1.0
@@ -343,7 +343,7 @@ def _router_shared_kernel(
             if other >= 0:
                 m, mask = gate_up_rows(other, SHARED, BLOCK_N)
                 first = fetch_ahead(shared_gate_up, m, mask, HIDDEN, BLOCK_K, BLOCK_R, PDL)
-                await_step(PDL)
+                wait_for_input(PDL)
                 both = project(
                     first, shared_gate_up, m, mask, x, row * x_stride, row < rows, norm, eps,
                     HIDDEN, 2 * BLOCK_N, BLOCK_R, BLOCK_K,

@@ -19,11 +19,11 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 from triton.runtime.jit import JITFunction
 
+from pellucid.kernels.device import DeviceLimits
 from pellucid.kernels.torch_ops import TorchOps
 from pellucid.kernels.triton import mla_decode
 from pellucid.kvcache.pool import KVPool
 from pellucid.layers.backends import LayerBackends
-from pellucid.layers.fused_step import PDL_SM, DeviceLimits
 from pellucid.models import loading
 from pellucid.models.checkpoint import Checkpoint
 from pellucid.models.fused_decoder import FusedDecoder, TokenRing
@@ -101,7 +101,7 @@ def main(config: str, sm: int, shared_memory: int, rows: list[int]) -> None:
         scratch_slot=most,
     )  # fmt: skip
     ring = TokenRing(empty(8, most), empty(1, dtype=torch.int64))
-    fused = FusedDecoder(decoder, pool, state, ring, 2048, DeviceLimits(132, shared_memory, sm in PDL_SM))
+    fused = FusedDecoder(decoder, pool, state, ring, 2048, DeviceLimits(sm, 132, shared_memory))
     compiled = Compiled(sm)
     JITFunction.run = lambda kernel, *args, **given: compiled.run(kernel, *args, **given)
     mla_decode._sm = lambda device: sm

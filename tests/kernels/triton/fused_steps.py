@@ -11,11 +11,11 @@ import torch
 from pellucid.attention.reference import create as reference_attention
 from pellucid.core import SamplingParams
 from pellucid.kernels.context import KernelContext
+from pellucid.kernels.device import DeviceLimits, device_limits
 from pellucid.kernels.torch_ops import TorchOps
 from pellucid.kvcache.pool import KVPool
 from pellucid.layers.backends import LayerBackends
 from pellucid.layers.batch import AttentionSegment, ForwardBatch
-from pellucid.layers.fused_step import DeviceLimits, device_limits
 from pellucid.models.checkpoint import Checkpoint
 from pellucid.models.decoder import Decoder
 from pellucid.models.fused_decoder import FusedDecoder, TokenRing
@@ -53,7 +53,7 @@ class FusedSteps:
         backends = LayerBackends(TorchOps(), reference_linear(context), moe, expands_latent=False)
         decoder = load_decoder(traits, checkpoint.tensors, backends, 256)
         pool = KVPool(traits.attention, traits.num_layers, rows * PAGES, PAGE, dtype, device)
-        limits = device_limits(device) if device.type == "cuda" else DeviceLimits(4, 99 << 10, False)
+        limits = device_limits(device) if device.type == "cuda" else DeviceLimits(86, 4, 99 << 10)
         bucket = 1 << (rows - 1).bit_length()
         state = DeviceState(rows, bucket, PAGES + 1, device)
         ring = TokenRing(

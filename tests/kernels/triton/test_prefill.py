@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from pellucid.core import PlanError
-from pellucid.kernels.triton.prefill_tiles import DeviceLimits, PrefillTile, prefill_tile, query_tiles
+from pellucid.kernels.device import DeviceLimits
+from pellucid.kernels.triton.prefill_tiles import PrefillTile, prefill_tile, query_tiles
 from tests.kernels.triton.attention_cases import ScatteredCache, attend, check_close, normal, ragged_metadata
 
 

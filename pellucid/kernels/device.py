@@ -1,0 +1,34 @@
+"""What sizes of tiles and grids depend on, read from a CUDA device. Used by attention, MoE and the fused layers."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    import torch
+
+PDL_SM = frozenset({90, 100, 103, 110, 120, 121})
+"""Where a kernel may start before the one ahead of it has ended, and load its weights meanwhile."""
+
+
+class DeviceLimits(NamedTuple):
+    """Compute capability (90 for 9.0), multiprocessors, and bytes of shared memory that one block may ask for."""
+
+    sm: int
+    sm_count: int
+    shared_memory: int
+
+    @property
+    def pdl(self) -> bool:
+        """Whether launches may overlap (programmatic dependent launch)."""
+        return self.sm in PDL_SM
+
+
+def device_limits(device: torch.device) -> DeviceLimits:
+    """Read from the driver."""
+    import torch
+
+    found: Any = torch.cuda.get_device_properties(device)
+    return DeviceLimits(
+        10 * found.major + found.minor, found.multi_processor_count, found.shared_memory_per_block_optin
+    )
