@@ -277,10 +277,13 @@ def write_text_only(name: str, directory: Path) -> Path:
     return directory
 
 
-def write_sharded(name: str, directory: Path, dtype: str = "bfloat16", shards: int = 3) -> Path:
+def write_sharded(
+    name: str, directory: Path, dtype: str = "bfloat16", shards: int = 3, every_expert: bool = False
+) -> Path:
     """The same checkpoint rounded to `dtype` (a torch name) over several files with their index.
 
-    The router's correction bias stays fp32, as it does in published checkpoints.
+    The router's correction bias stays fp32, as it does in published checkpoints. `every_expert`: all experts are chosen
+    for every token, so that rounding moves weights and never a choice.
     """
     import torch
     from safetensors.torch import save_file
@@ -290,7 +293,11 @@ def write_sharded(name: str, directory: Path, dtype: str = "bfloat16", shards: i
         key: torch.from_numpy(values) if "correction_bias" in key else torch.from_numpy(values).to(target)
         for key, values in tensors_of(name).items()
     }
-    _write_config({**CONFIGS[name], "torch_dtype": dtype}, directory)
+    config = {**CONFIGS[name], "torch_dtype": dtype}
+    if every_expert and "num_experts_per_tok" in config:
+        config["num_experts_per_tok"] = config.get("n_routed_experts") or config["num_experts"]
+        config["topk_group"] = config.get("n_group", 1)
+    _write_config(config, directory)
     where = {}
     for shard in range(shards):
         file = f"model-{shard + 1:05}-of-{shards:05}.safetensors"

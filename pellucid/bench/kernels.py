@@ -24,11 +24,12 @@ if TYPE_CHECKING:
 
 LAUNCHERS = {
     "mla_decode": ("absorb_rope_write", "split_decode", "combine_project"),
-    "gqa_decode": ("norm_rope_write", "split_decode", "combine"),
+    "gqa_attend": ("attend",),
     "moe_small": ("router_and_shared", "small_experts_up", "small_experts_down"),
     "moe_grouped": ("sort_by_expert", "grouped_up", "grouped_down", "reduce_pairs"),
     "routing": ("route_topk",),
     "head": ("begin_step", "small_head", "partial_best"),
+    "token_filters": ("sampling_bins",),
 }
 REPEATS = 7
 
@@ -113,7 +114,7 @@ def record_step(runner: GPURunner, rows: int) -> dict[str, Recorded]:
 def _recording(note: Callable[..., None]) -> Iterator[None]:
     project = FusedStep.project
 
-    def recorded_project(step: FusedStep, x: Any, weight: Any, out: Any, **options: Any) -> None:
+    def recorded_project(step: FusedStep, x: Any, weight: Any, out: Any, **options: Any) -> Any:
         import torch
 
         plain = torch.empty(step.rows, weight.shape[0], dtype=x.dtype, device=x.device)
@@ -123,7 +124,7 @@ def _recording(note: Callable[..., None]) -> Iterator[None]:
             weight.nbytes + x.nbytes + out.nbytes,
             Launch(torch.mm, (x, weight.t()), {"out": plain}),
         )
-        project(step, x, weight, out, **options)
+        return project(step, x, weight, out, **options)
 
     def recorded(function: Callable[..., None]) -> Callable[..., None]:
         signature = inspect.signature(function)

@@ -30,30 +30,36 @@ CLASSES = (
     "other",
 )
 
+OWN: Mapping[str, tuple[str, ...]] = {
+    "attention": ("_absorb_rope_write", "_attend", "_combine", "_combine_project", "_prefill", "_split_decode"),
+    "moe": (
+        "_count_experts", "_down_row_kernel", "_down_rows_kernel", "_experts_up_kernel", "_grouped_down",
+        "_grouped_up", "_place_pairs", "_reduce_kernel", "_reduce_pairs", "_route_kernel", "_router_shared_kernel",
+    ),
+    "dense gemm": ("_dot_head_kernel", "_dot_kernel", "_gemv_head_kernel", "_gemv_kernel", "_rows_kernel"),
+    "norm, rope, elementwise": (
+        "_cache_write_kernel", "_latent_write_kernel", "_rms_norm_kernel", "_rope_kernel", "_silu_mul_kernel",
+    ),
+    "sampling": ("_finish_step_kernel", "_partial_best_kernel", "_sampling_bins_kernel"),
+    "embedding": ("_begin_step_kernel",),
+}  # fmt: skip
+"""Our kernels by name; the rules are for those of libraries."""
+
+_OWN_CLASS = {kernel: kind for kind, kernels in OWN.items() for kernel in kernels}
+
 _RULES: tuple[tuple[str, str], ...] = (
     ("all-reduce", r"nccl|all_?reduce|allgather|reduce_scatter|one_shot|two_shot|multimem"),
     ("copies", r"^mem(cpy|set)|copy_kernel|copy_device|catarray|direct_copy|fillfunctor"),
-    ("embedding", r"_begin_step|embedding|indexselect|index_select|gatherkernel|vectorized_gather"),
-    (
-        "sampling",
-        r"_finish_step|_partial_best|argmax|sampl|_scatter_delta|_apply_delta|_place_tokens|distribution|multinomial",
-    ),
+    ("embedding", r"embedding|indexselect|index_select|gatherkernel|vectorized_gather"),
+    ("sampling", r"argmax|sampl|distribution|multinomial"),
     # Before the products: they have names of products in them.
-    (
-        "attention",
-        r"_absorb_|_split_decode|_combine\b|_combine_project|_prefill|_norm_rope_write|_attend\b|flash|fmha|_mla|mla_"
-        r"|xqa|paged_?attention|batchdecode|batchprefill|mergestate",
-    ),
-    (
-        "moe",
-        r"expert|_grouped_|grouped_?gemm|_route|router|topk|gatetopk|_place_pairs|_reduce_pairs|_down_rows?_kernel"
-        r"|^_reduce_kernel|moe|bitonicsort|radixsort|sort_",
-    ),
-    ("dense gemm", r"_small_linear|_small_head|_head_kernel|_gemv_kernel|_dot_kernel|gemm|nvjet|cutlass|gemv|splitk"),
+    ("attention", r"flash|fmha|_mla|mla_|xqa|paged_?attention|batchdecode|batchprefill|mergestate"),
+    ("moe", r"expert|grouped_?gemm|router|topk|moe|bitonicsort|radixsort|sort_"),
+    ("dense gemm", r"gemm|nvjet|cutlass|gemv|splitk"),
     (
         "norm, rope, elementwise",
-        r"rms_?norm|rope|rotary|silu|_cache_write|_latent_write|elementwise|reduce_kernel|softmax|norm|index_?put|index_kernel"
-        r"|scatter|masked|cumsum|scan",
+        r"rms_?norm|rope|rotary|silu|elementwise|reduce_kernel|softmax|norm|index_?put|index_kernel|scatter|masked"
+        r"|cumsum|scan",
     ),
 )
 _COMPILED = tuple((kind, re.compile(pattern, re.IGNORECASE)) for kind, pattern in _RULES)
@@ -69,8 +75,8 @@ COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#e
 
 
 def classify(name: str) -> str:
-    """The class of a kernel, of `CLASSES`; the first rule that fits its name."""
-    return next((kind for kind, pattern in _COMPILED if pattern.search(name)), "other")
+    """The class of a kernel, of `CLASSES`: ours by name, others by the first rule that fits."""
+    return _OWN_CLASS.get(name) or next((kind for kind, pattern in _COMPILED if pattern.search(name)), "other")
 
 
 @dataclass(frozen=True, slots=True)

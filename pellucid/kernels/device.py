@@ -10,6 +10,9 @@ if TYPE_CHECKING:
 PDL_SM = frozenset({90, 100, 103, 110, 120, 121})
 """Where a kernel may start before the one ahead of it has ended, and load its weights meanwhile."""
 
+TMA_SM = PDL_SM
+"""Where descriptors copy tiles to shared memory."""
+
 
 class DeviceLimits(NamedTuple):
     """Compute capability (90 for 9.0), multiprocessors, and bytes of shared memory that one block may ask for."""
@@ -22,6 +25,11 @@ class DeviceLimits(NamedTuple):
     def pdl(self) -> bool:
         """Whether launches may overlap (programmatic dependent launch)."""
         return self.sm in PDL_SM
+
+    @property
+    def tma(self) -> bool:
+        """Whether tiles can be copied by descriptors (tensor memory accelerator)."""
+        return self.sm in TMA_SM
 
 
 def device_limits(device: torch.device) -> DeviceLimits:

@@ -1,4 +1,4 @@
-"""Attention of a decode step in fused kernels: the sums of `layers.mla` and `layers.gqa`, in four or five launches.
+"""Attention of a decode step in fused kernels: the sums of `layers.mla` and `layers.gqa`, in three to six launches.
 
 Made by `models.fused_decoder` from the loaded layers, whose weights they share.
 """
@@ -61,7 +61,7 @@ class FusedMLA:
 
 @dataclass(frozen=True, slots=True)
 class FusedGQA:
-    """norm + qkv -> (q and k norm) rope, cache write -> split-K attention -> merge -> o_proj."""
+    """norm + qkv -> (q and k norm) rope, cache write, split-K attention and merge -> o_proj."""
 
     norm: RMSNorm
     layer: GQAAttention
@@ -70,36 +70,30 @@ class FusedGQA:
         """step.x += attention(norm(step.x))."""
         import torch
 
-        from pellucid.kernels.triton import gqa_decode
+        from pellucid.kernels.triton.gqa_attend import attend
+        from pellucid.kernels.triton.gqa_decode import splits_for
 
         layer, traits, rows = self.layer, self.layer.traits, step.rows
         heads, kv_heads, dim = traits.num_heads, traits.num_kv_heads, traits.head_dim
         weight, bias = dense(layer.qkv_proj)
         qkv = step.scratch("qkv", rows, weight.shape[0])
         step.project(step.x, weight, qkv, norm=self.norm.weight, eps=self.norm.eps, bias=bias)
-        keys, values, table = step.pool.keys(layer.layer), step.pool.values(layer.layer), step.page_table
         q_norm, k_norm = (None if norm is None else norm.weight for norm in (layer.q_norm, layer.k_norm))
-        gqa_decode.norm_rope_write(
-            qkv, q_norm, k_norm, 0.0 if layer.q_norm is None else layer.q_norm.eps, layer.rotary.table,
-            layer.rotary.interleaved, heads, kv_heads, dim, keys, values, table, step.sequence, step.context,
-            pdl=step.pdl,
-        )  # fmt: skip
+        # One program of a row merges all its parts: fewer than where a launch does.
+        splits = splits_for(rows, kv_heads, step.limits.sm_count, step.max_context, per_sm=2)
         out = step.scratch("attended", rows, heads * dim)
-        splits = gqa_decode.splits_for(rows, kv_heads, step.limits.sm_count, step.max_context)
-        lse = step.scratch("lse", rows, splits, heads, dtype=torch.float32)
-        # One split writes its result, several their parts.
         partial = (
             out.view(rows, 1, heads, dim)
             if splits == 1
             else step.scratch("partial", rows, splits, heads, dim, dtype=torch.float32)
         )
-        q = qkv[:, : heads * dim].unflatten(-1, (heads, dim))
-        gqa_decode.split_decode(
-            q, keys, values, table, step.sequence, step.context, traits.softmax_scale, kv_heads, partial, lse,
-            pdl=step.pdl,
+        attend(
+            qkv, q_norm, k_norm, 0.0 if layer.q_norm is None else layer.q_norm.eps, layer.rotary.table,
+            layer.rotary.interleaved, step.pool.keys(layer.layer), step.pool.values(layer.layer), step.page_table,
+            step.sequence, step.context, traits.softmax_scale, partial,
+            step.scratch("lse", rows, splits, heads, dtype=torch.float32),
+            step.scratch("arrived", rows, kv_heads, dtype=torch.int32), out, pdl=step.pdl,
         )  # fmt: skip
-        if splits > 1:
-            gqa_decode.combine(partial, lse, out, pdl=step.pdl)
         _add_output(step, layer.o_proj, out)
 
 

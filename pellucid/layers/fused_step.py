@@ -19,6 +19,9 @@ from pellucid.quantization.base import HeadwiseKernel
 if TYPE_CHECKING:
     import torch
 
+    from pellucid.kernels.triton.linear import LinearTile
+    from pellucid.kernels.triton.rows_linear import RowsTile
+
     Scratch = Callable[..., torch.Tensor]
 
 FEW_ROWS = 16
@@ -70,18 +73,44 @@ class FusedStep:
         """out = (or += with `residual`) activation(rms_norm(x) weight^T + bias); x [rows, k], weight [n, k]."""
         import torch
 
-        from pellucid.kernels.triton.linear import small_linear
-        from pellucid.kernels.triton.row_ops import rms_norm, silu_mul
+        from pellucid.kernels.triton.linear import LinearTile, small_linear
+        from pellucid.kernels.triton.row_ops import rms_norm
+        from pellucid.kernels.triton.rows_linear import parts_size, rows_linear
 
+        n, k = weight.shape
         if norm is not None and self.rows > FUSED_NORM_ROWS:
-            normed = self.scratch("normed", self.rows, x.shape[1])
+            normed = self.scratch("normed", self.rows, k)
             rms_norm(x, norm, eps, normed, pdl=self.pdl)
             x, norm = normed, None
-        if self.few:
+        tile = projection_tile(n, k, self.rows, activation is not None, self.limits)
+        if isinstance(tile, LinearTile):
             small_linear(
-                x, weight, out, norm=norm, eps=eps, bias=bias, activation=activation, residual=residual, pdl=self.pdl
-            )
-            return
+                x, weight, out, norm=norm, eps=eps, bias=bias, activation=activation, residual=residual, pdl=self.pdl,
+                tile=tile,
+            )  # fmt: skip
+        elif tile is not None:
+            size, counters = parts_size(n, self.rows, tile)
+            rows_linear(
+                x, weight, out, self.scratch("tile_parts", size, dtype=torch.float32),
+                self.scratch("tile_arrived", counters, dtype=torch.int32), tile, bias=bias, activation=activation,
+                residual=residual, pdl=self.pdl,
+            )  # fmt: skip
+        else:
+            self._library_project(x, weight, out, bias, activation, residual)
+
+    def _library_project(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        out: torch.Tensor,
+        bias: torch.Tensor | None,
+        activation: Literal["silu_mul"] | None,
+        residual: bool,
+    ) -> None:
+        import torch
+
+        from pellucid.kernels.triton.row_ops import silu_mul
+
         if residual:
             out.addmm_(x, weight.t())
         elif activation is None:
@@ -92,6 +121,16 @@ class FusedStep:
             silu_mul(wide, out, pdl=self.pdl)
         if bias is not None:
             out.add_(bias)
+
+
+def projection_tile(
+    weight_rows: int, k: int, rows: int, pair: bool, limits: DeviceLimits
+) -> LinearTile | RowsTile | None:
+    """The kernel and tile of a product of `rows` rows with weight [weight_rows, k]. None: the library's."""
+    from pellucid.kernels.triton.linear import linear_tile
+    from pellucid.kernels.triton.rows_linear import rows_tile
+
+    return linear_tile(weight_rows, k, rows) if rows <= FEW_ROWS else rows_tile(weight_rows, k, rows, pair, limits)
 
 
 def scratch_space(device: torch.device, dtype: torch.dtype) -> Scratch:

@@ -1,6 +1,7 @@
 """The decode step of a model in fused kernels over fixed buffers. Made by `runner.gpu_runner` from a loaded `Decoder`.
 
-begin (embedding of each slot's token) -> fused layers -> norm + lm_head + best token -> finish (the next state)
+begin (embedding of each slot's token) -> fused layers -> norm + lm_head + best token -> what filters keep of a row
+-> finish (the next state)
 
 It shares the decoder's weights and computes the same sums in fewer launches. A step reads and writes the device's
 own state, so that steps follow each other without the host.
@@ -23,6 +24,8 @@ from pellucid.models.decoder import Decoder, DecoderLayer
 if TYPE_CHECKING:
     import torch
 
+    from pellucid.kernels.triton.sampling import SlotSampling
+    from pellucid.kernels.triton.token_filters import FilterSpace
     from pellucid.layers.fused_step import Scratch
 
 
@@ -33,6 +36,9 @@ class SequenceState(Protocol):
     positions: torch.Tensor
     temperatures: torch.Tensor
     seeds: torch.Tensor
+    top_k: torch.Tensor
+    top_p: torch.Tensor
+    min_p: torch.Tensor
     row_slots: torch.Tensor
     page_table: torch.Tensor
     scratch_slot: int
@@ -70,6 +76,7 @@ class FusedDecoder:
         self._head, _ = dense(decoder.lm_head)
         self._steps: dict[int, FusedStep] = {}
         self._scratch: dict[int, Scratch] = {}
+        self._prompt_scratch = scratch_space(self._device, self._dtype)
 
     def step(self, rows: int) -> None:
         """One step of a bucket: launches only, nothing is waited for."""
@@ -89,18 +96,17 @@ class FusedDecoder:
         import torch
 
         from pellucid.kernels.triton import head
+        from pellucid.kernels.triton.token_filters import FilterSpace
 
-        state, rows = self._state, logits.shape[0]
-        programs = -(-logits.shape[1] // head.PARTIAL_BLOCK)
+        rows, vocab = logits.shape
+        programs = -(-vocab // head.PARTIAL_BLOCK)
         value = torch.empty(rows, programs, dtype=torch.float32, device=logits.device)
         index = torch.empty(rows, programs, dtype=torch.int32, device=logits.device)
         head.partial_best(
-            logits, value, index, temperature=state.temperatures, seed=state.seeds, state_positions=state.positions,
-            row_slots=slots,
-        )  # fmt: skip
-        head.finish_step(
-            value, index, slots, state.scratch_slot, state.tokens, state.positions, self._ring.tokens, self._ring.step
+            logits, value, index, sampling=self._sampling(), state_positions=self._state.positions, row_slots=slots
         )
+        space = FilterSpace.of(rows, vocab, self._prompt_scratch)
+        self._choose(logits, value, index, slots, space, pdl=False)
 
     def logits(self, rows: int) -> torch.Tensor:
         """[rows, vocab] of the last step of this bucket."""
@@ -115,6 +121,7 @@ class FusedDecoder:
 
         from pellucid.kernels.triton import head
         from pellucid.kernels.triton.row_ops import rms_norm
+        from pellucid.kernels.triton.token_filters import FilterSpace
 
         norm, state, rows, x, slots = self._decoder.norm, self._state, step.rows, step.x, step.sequence
         programs = head.head_programs(self._head.shape[0], rows)
@@ -127,21 +134,45 @@ class FusedDecoder:
             if weight is None:
                 rms_norm(x, norm.weight, norm.eps, source, pdl=self._pdl)
             head.small_head(
-                source, weight, norm.eps, self._head, logits, value, index, temperature=state.temperatures,
-                seed=state.seeds, state_positions=state.positions, row_slots=slots, pdl=self._pdl,
+                source, weight, norm.eps, self._head, logits, value, index, sampling=self._sampling(),
+                state_positions=state.positions, row_slots=slots, pdl=self._pdl,
             )  # fmt: skip
         else:
             normed = scratch("normed", rows, x.shape[1])
             rms_norm(x, norm.weight, norm.eps, normed, pdl=self._pdl)
             torch.mm(normed, self._head.t(), out=logits)
             head.partial_best(
-                logits, value, index, temperature=state.temperatures, seed=state.seeds,
-                state_positions=state.positions, row_slots=slots, pdl=self._pdl,
+                logits, value, index, sampling=self._sampling(), state_positions=state.positions, row_slots=slots,
+                pdl=self._pdl,
             )  # fmt: skip
-        head.finish_step(
+        space = FilterSpace.of(rows, logits.shape[1], scratch)
+        self._choose(logits, value, index, slots, space, pdl=self._pdl)
+
+    def _choose(
+        self,
+        logits: torch.Tensor,
+        value: torch.Tensor,
+        index: torch.Tensor,
+        slots: torch.Tensor,
+        space: FilterSpace,
+        pdl: bool,
+    ) -> None:
+        """The next tokens and the next state, from logits [rows, vocab] and the best of their parts."""
+        from pellucid.kernels.triton.head import finish_step
+        from pellucid.kernels.triton.token_filters import sampling_bins
+
+        state, sampling = self._state, self._sampling()
+        sampling_bins(logits, value, slots, sampling, space, pdl=pdl)
+        finish_step(
             value, index, slots, state.scratch_slot, state.tokens, state.positions, self._ring.tokens, self._ring.step,
-            pdl=self._pdl,
+            logits=logits, sampling=sampling, space=space, pdl=pdl,
         )  # fmt: skip
+
+    def _sampling(self) -> SlotSampling:
+        from pellucid.kernels.triton.sampling import SlotSampling
+
+        state = self._state
+        return SlotSampling(state.temperatures, state.seeds, state.top_k, state.top_p, state.min_p)
 
     def _bucket(self, rows: int) -> FusedStep:
         import torch

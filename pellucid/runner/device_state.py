@@ -4,8 +4,8 @@ A decode step reads its tokens, positions, page tables and sampling parameters h
 position back: as long as nothing but that changes, the host sends nothing. All of it is one int32 buffer, so that
 whatever did change is one copy and one scatter:
 
-    [ seeds, 64 bits each | tokens | positions | temperatures | row slots | page table, row by row )
-      2 x slots             slots     slots       slots         rows        slots x pages
+    [ seeds, 64 bits each | tokens | positions | temperatures | top-k | top-p | min-p | row slots | page table by row )
+      2 x slots             slots     slots       slots          slots   slots   slots   rows        slots x pages
 
 The last slot is the scratch slot: padded rows point to it, and its pages are all the scratch page 0.
 """
@@ -30,6 +30,7 @@ one is deserted, are not computed yet, and each sends twice at most."""
 
 
 LEAST_TEMPERATURE = 1e-6
+MAX_TOP_K = 2**31 - 1
 
 
 @dataclass(slots=True)
@@ -54,9 +55,9 @@ class _Delta:
 class DeviceState:
     """State for `max_num_seqs` sequences of at most `max_pages` pages. Views into one buffer are its attributes.
 
-    `tokens`, `positions` int32 [slots + 1]: the token each sequence computes next, and where. `temperatures` fp32 (0 is
-    greedy) and `seeds` int64 by slot; `row_slots` int32 [rows] for the rows of the step; `page_table`
-    int32 [slots + 1, max_pages].
+    `tokens`, `positions` int32 [slots + 1]: the token each sequence computes next, and where. By slot, as in
+    `SamplingParams`: `temperatures` fp32 (0 is greedy), `seeds` int64, `top_k` int32, `top_p` and `min_p` fp32;
+    `row_slots` int32 [rows] for the rows of the step; `page_table` int32 [slots + 1, max_pages].
     """
 
     def __init__(self, max_num_seqs: int, max_rows: int, max_pages: int, device: torch.device) -> None:
@@ -65,15 +66,18 @@ class DeviceState:
         slots = max_num_seqs + 1
         self.scratch_slot, self._device = max_num_seqs, device
         sizes = {
-            "seeds": 2 * slots, "tokens": slots, "positions": slots, "temperatures": slots, "row_slots": max_rows,
-            "page_table": slots * max_pages,
+            "seeds": 2 * slots, "tokens": slots, "positions": slots, "temperatures": slots, "top_k": slots,
+            "top_p": slots, "min_p": slots, "row_slots": max_rows, "page_table": slots * max_pages,
         }  # fmt: skip
         starts = list(accumulate(sizes.values(), initial=0))
         self._start = dict(zip(sizes, starts, strict=False))
         self._buffer = torch.zeros(starts[-1], dtype=torch.int32, device=device)
         views = {name: self._buffer[start : start + sizes[name]] for name, start in self._start.items()}
         self.tokens, self.positions, self.row_slots = views["tokens"], views["positions"], views["row_slots"]
-        self.temperatures = views["temperatures"].view(torch.float32)
+        self.temperatures, self.top_p, self.min_p = (
+            views[name].view(torch.float32) for name in ("temperatures", "top_p", "min_p")
+        )
+        self.top_k = views["top_k"]
         self.seeds = views["seeds"].view(torch.int64)
         self.page_table = views["page_table"].view(slots, max_pages)
         self.row_slots.fill_(self.scratch_slot)
@@ -154,7 +158,11 @@ class DeviceState:
             mirror = self._mirrors[request_id] = SlotMirror(self._free.pop())
             # Below, logits over temperature would leave fp32's range, and the choice is greedy anyhow.
             temperature = params.temperature if params.temperature >= LEAST_TEMPERATURE else 0.0
-            delta.put(self._start["temperatures"] + mirror.slot, struct.unpack("=i", struct.pack("=f", temperature)))
+            fields = {"temperatures": temperature, "top_p": params.top_p, "min_p": params.min_p}
+            for name, value in fields.items():
+                delta.put(self._start[name] + mirror.slot, struct.unpack("=i", struct.pack("=f", value)))
+            # More than any vocabulary has is all of it, and may be more than 32 bits hold.
+            delta.put(self._start["top_k"] + mirror.slot, [min(params.top_k, MAX_TOP_K)])
             halves = struct.unpack("=2i", struct.pack("=Q", seed & (1 << 64) - 1))
             delta.put(self._start["seeds"] + 2 * mirror.slot, halves)
         return mirror

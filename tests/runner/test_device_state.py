@@ -11,7 +11,7 @@ from pellucid.core import SamplingParams
 from pellucid.runner.device_state import STAGES, DeviceState
 from pellucid.step_plan import UNKNOWN_TOKEN, ScheduledSequence
 
-GREEDY, WARM = SamplingParams(temperature=0), SamplingParams(temperature=0.7)
+GREEDY, WARM = SamplingParams(temperature=0), SamplingParams(temperature=0.7, top_k=20, top_p=0.9, min_p=0.05)
 SLOTS, PAGES = 4, 6
 
 
@@ -59,8 +59,8 @@ def row(name: str, start: int, token: int = UNKNOWN_TOKEN, pages: tuple[int, ...
 
 def test_a_steady_step_sends_nothing_and_a_page_sends_itself() -> None:
     state = WatchedState()
-    # Token, position, temperature, two halves of the seed, page, row.
-    assert state.decode(row("a", 5, 9)) == 7
+    # Token, position, temperature and three filters, two halves of the seed, page, row.
+    assert state.decode(row("a", 5, 9)) == 10
     assert state.decode(row("a", 6)) == 0
     assert state.decode(row("a", 7, pages=(1, 4))) == 1
     assert state.decode(row("a", 8, pages=(1, 4))) == 0
@@ -75,26 +75,27 @@ def test_a_token_that_the_host_knows_is_not_sent_where_the_device_has_it() -> No
 def test_whoever_comes_or_goes_sends_its_own_rows_alone() -> None:
     state = WatchedState()
     state.decode(row("a", 5, 9), size=4)
-    assert state.decode(row("a", 6), row("b", 3, 8, (2,)), size=4) == 7
+    assert state.decode(row("a", 6), row("b", 3, 8, (2,)), size=4) == 10
     state.release("a")
     assert state.decode(row("b", 4, pages=(2,)), size=4) == 2, "its row, and one of padding"
     assert state.decode(row("b", 5, pages=(2,)), size=1) == 0, "a smaller bucket reads the same first row"
-    assert state.decode(row("b", 6, pages=(2,)), row("c", 0, 4, (5,)), size=2) == 7
+    assert state.decode(row("b", 6, pages=(2,)), row("c", 0, 4, (5,)), size=2) == 10
 
 
 def test_a_slot_is_used_again_with_the_settings_of_its_new_owner() -> None:
     state = WatchedState(slots=1, rows=1)
     state.decode(row("a", 5, 9, (1, 2, 3)), params=WARM)
     slot = state.slot("a")
-    assert float(state.temperatures[slot]) == pytest.approx(0.7)
+    settings = state.temperatures, state.top_k, state.top_p, state.min_p
+    assert [float(one[slot]) for one in settings] == pytest.approx([0.7, 20, 0.9, 0.05])
     state.release("a")
     state.release("a")
     state.decode(row("b", 2, 1, (3,)))
     assert state.slot("b") == slot
-    assert float(state.temperatures[slot]) == 0
+    assert [float(one[slot]) for one in settings] == [0, 0, 1, 0]
     state.release("b")
     # By the same name as before: nothing of the first is taken for known.
-    assert state.decode(row("a", 5, 9, (1, 2, 3)), params=WARM) == 8
+    assert state.decode(row("a", 5, 9, (1, 2, 3)), params=WARM) == 11
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2**40 + 5, 2**64 - 1, -3, 1_000_003 * 2**50])
@@ -102,6 +103,12 @@ def test_seeds_keep_64_bits(seed: int) -> None:
     state = DeviceState(SLOTS, SLOTS, PAGES, torch.device("cpu"))
     state.prepare([row("a", 0, 1)], 1, [(WARM, seed)])
     assert int(state.seeds[state.slot("a")]) & (2**64 - 1) == seed & (2**64 - 1)
+
+
+def test_a_top_k_of_more_than_32_bits_is_as_large_as_they_hold() -> None:
+    state = DeviceState(SLOTS, SLOTS, PAGES, torch.device("cpu"))
+    state.prepare([row("a", 0, 1)], 1, [(SamplingParams(top_k=2**40), 7)])
+    assert int(state.top_k[state.slot("a")]) == 2**31 - 1
 
 
 def test_a_preempted_sequence_gets_its_new_pages_and_goes_on_from_its_recomputed_prompt() -> None:
@@ -157,7 +164,7 @@ def test_more_than_a_staging_buffer_holds_is_sent_in_one_copy() -> None:
     state = WatchedState(slots, slots, pages)
     rows = [row(f"r{i}", 1, 9, tuple(range(1 + i * pages, 1 + (i + 1) * pages))) for i in range(slots)]
     state.decode(*rows)
-    assert state.sent == [slots * (6 + pages)]
+    assert state.sent == [slots * (9 + pages)]
     for _ in range(STAGES + 1):
         for one in rows:
             state.release(one.request_id)

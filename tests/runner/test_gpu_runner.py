@@ -34,20 +34,20 @@ def state(*, capture_hidden: bool = False, constraint: Anything | None = None, *
         {"temperature": 0.7},
         {"temperature": 1.3, "seed": 5},
         {"temperature": 0, "top_k": 5, "top_p": 0.5, "min_p": 0.1},
+        {"temperature": 0.7, "top_k": 5},
+        {"temperature": 0.7, "top_p": 0.9},
+        {"temperature": 0.7, "min_p": 0.1},
         {"temperature": 0, "stop_token_ids": (3, 4), "ignore_eos": True, "stop": ["x"]},
     ],
 )
-def test_the_device_chooses_greedily_and_by_temperature(params: dict[str, Any]) -> None:
+def test_the_device_chooses_greedily_by_temperature_and_by_filters(params: dict[str, Any]) -> None:
     assert _on_device(state(**params))
 
 
 @pytest.mark.parametrize(
     "params",
     [
-        {"temperature": 0.7, "top_k": 5},
-        {"temperature": 0.7, "top_p": 0.9},
-        {"temperature": 0.7, "min_p": 0.1},
-        {"temperature": 0, "repetition_penalty": 1.2},
+        {"temperature": 0.7, "top_p": 0.9, "repetition_penalty": 1.2},
         {"temperature": 0, "presence_penalty": 0.1},
         {"temperature": 0, "frequency_penalty": 0.1},
         {"temperature": 0, "logit_bias": {3: 1.0}},
@@ -59,7 +59,7 @@ def test_the_device_chooses_greedily_and_by_temperature(params: dict[str, Any]) 
     ],
     ids=lambda params: str(list(params)[-1]),
 )
-def test_whatever_needs_the_logits_is_sampled_by_the_host(params: dict[str, Any]) -> None:
+def test_whatever_tells_of_the_logits_or_changes_them_is_sampled_by_the_host(params: dict[str, Any]) -> None:
     assert not _on_device(state(**params))
 
 

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import triton
 import triton.language as tl
 
+from pellucid.kernels.triton.chain import fetch_to_l2
+
 MAX_ROWS = 16
 
 
@@ -43,16 +45,6 @@ def weight_tile(weight, m, mask, k, K: tl.constexpr, BLOCK_K: tl.constexpr):
 
 
 @triton.jit
-def _prefetch(weight, m, K: tl.constexpr, LINES: tl.constexpr):
-    """Asks the L2 for whole rows of 16-bit weights, a line of 128 bytes at a time."""
-    line = tl.minimum(tl.arange(0, LINES) * 64, K - 1)
-    address = (weight + m[:, None] * K + line[None, :]).to(tl.int64)
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [address], dtype=tl.int32, is_pure=False, pack=1
-    )
-
-
-@triton.jit
 def fetch_ahead(weight, m, mask, K: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, PDL: tl.constexpr):
     """Before `wait_for_input`: of one row the first tile goes to registers, of several rows all of m to the L2."""
     if BLOCK_R == 1:
@@ -60,8 +52,7 @@ def fetch_ahead(weight, m, mask, K: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R
     else:
         first = m
         if PDL:
-            LINES: tl.constexpr = triton.next_power_of_2((K + 63) // 64)
-            _prefetch(weight, tl.where(mask, m, 0), K, LINES)
+            fetch_to_l2(weight, m.to(tl.int64), mask, 0, K, K)
     return first
 
 

@@ -2,8 +2,8 @@
 """Both ends of a decode step: tokens to embeddings, hidden rows to logits to the next tokens. Called by decode graphs.
 
 A token is chosen in two passes: programs of `small_head` or `partial_best` each find the best token of their part of
-the vocabulary, `finish_step` the best of those. With a temperature, "best" is by logit / T + Gumbel noise, which draws
-from softmax(logits / T) (https://arxiv.org/abs/1411.0030); the noise depends on seed, position and token id alone.
+the vocabulary, `finish_step` the best of those. How a temperature makes it a draw is in `sampling`, and in
+`token_filters` what rows with top-k, top-p or min-p need in between.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from pellucid.kernels.triton.linear import (
     linear_tile,
 )
 from pellucid.kernels.triton.row_ops import wait_for_input
+from pellucid.kernels.triton.sampling import SlotSampling, filters, store_best
+from pellucid.kernels.triton.token_filters import FilterSpace, choice_arguments, filter_and_choose
 
 MAX_ROWS = 16
 """Most rows of `small_head`."""
@@ -31,6 +33,9 @@ GROUP = 4
 
 PARTIAL_BLOCK = 4096
 """Logits of a program of `partial_best`."""
+
+GREEDY = (None,) * len(SlotSampling._fields)
+"""In place of `SlotSampling` where no row draws."""
 
 
 def head_tile(vocab: int, k: int, rows: int) -> LinearTile:
@@ -50,53 +55,6 @@ def head_programs(vocab: int, rows: int, tile: LinearTile | None = None) -> int:
     if tile is None:
         tile = head_tile(vocab, 2048, rows)
     return -(-vocab // (tile.block_n if tile.dot else tile.block_n * GROUP))
-
-
-@triton.jit
-def _mix(h):
-    """MurmurHash3's 32-bit finalizer: every bit of h reaches every bit of the result."""
-    h ^= h >> 16
-    h *= 0x85EBCA6B
-    h ^= h >> 13
-    h *= 0xC2B2AE35
-    return h ^ (h >> 16)
-
-
-@triton.jit
-def _gumbel(seed, position, token):
-    """[rows, tokens] of -log(E), E = -log(1 - u) exponential: a draw for each (seed, position) [rows, 1] and token."""
-    low = (seed & 0xFFFFFFFF).to(tl.uint32)
-    high = ((seed >> 32) & 0xFFFFFFFF).to(tl.uint32)
-    key = _mix(_mix(low + 0x9E3779B9) ^ high)
-    key = _mix(key ^ position.to(tl.uint32))
-    h = _mix(_mix(token.to(tl.uint32)[None, :] ^ key) + key)
-    # fp32 is finest near u = 0, where the largest noise comes from.
-    u = tl.minimum((h.to(tl.float32) + 0.5) * 2.3283064365386963e-10, 0.99999994)
-    exponential = tl.where(u < 1e-3, u * (1.0 + 0.5 * u), -tl.log(1.0 - u))
-    return -tl.log(exponential)
-
-
-@triton.jit
-def _store_best(
-    values, token, row, rows, program, programs, vocab, best_value, best_index,
-    temperature, seed, state_positions, row_slots,
-):  # fmt: skip
-    """values fp32 [rows of a tile, tokens]: each row's maximum, of equal ones the first. NaN counts as infinite."""
-    real = row < rows
-    if temperature is not None:
-        slot = tl.load(row_slots + row, mask=real, other=0)
-        heat = tl.load(temperature + slot, mask=real, other=0.0)
-        if tl.max(heat, 0) > 0:
-            seeds = tl.load(seed + slot, mask=real, other=0)
-            positions = tl.load(state_positions + slot, mask=real, other=0)
-            hot = (heat > 0)[:, None]
-            noisy = values / tl.where(hot, heat[:, None], 1.0) + _gumbel(seeds[:, None], positions[:, None], token)
-            values = tl.where(hot, noisy, values)
-    values = tl.where(values == values, values, float("inf"))
-    value, at = tl.max(tl.where((token < vocab)[None, :], values, float("-inf")), 1, return_indices=True)
-    row = row.to(tl.int64) * programs + program
-    tl.store(best_value + row, value, mask=real)
-    tl.store(best_index + row, tl.min(token, 0) + at, mask=real)
 
 
 @triton.jit
@@ -140,14 +98,14 @@ def begin_step(
 @triton.jit
 def _gemv_head_kernel(
     x, x_stride, norm, eps, weight, logits, logits_stride, best_value, best_index, programs, vocab,
-    temperature, seed, state_positions, row_slots,
+    temperature, seed, top_k, top_p, min_p, state_positions, row_slots,
     K: tl.constexpr, ROWS: tl.constexpr, ROW_BLOCK: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    WARPS: tl.constexpr, GROUP: tl.constexpr, EVEN_N: tl.constexpr, PDL: tl.constexpr, EARLY: tl.constexpr,
+    WARPS: tl.constexpr, GROUP: tl.constexpr, EVEN_N: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     start = tl.program_id(0) * BLOCK_N * GROUP
     stop = tl.minimum(start + BLOCK_N * GROUP, vocab)
     first = gemv_first(weight, norm, start, stop, K, BLOCK_N, BLOCK_K, False, EVEN_N)
-    wait_for_input(PDL, EARLY)
+    wait_for_input(PDL)
     for tile in range(GROUP):
         n0 = start + tile * BLOCK_N
         totals = gemv_tile(
@@ -164,31 +122,31 @@ def _gemv_head_kernel(
     token = start + tl.arange(0, BLOCK_N * GROUP)
     there = (row < ROWS)[:, None] & (token < vocab)[None, :]
     values = tl.load(logits + row[:, None] * logits_stride + token[None, :], mask=there, other=0.0)
-    _store_best(
+    store_best(
         values, token, row, ROWS, tl.program_id(0), programs, vocab, best_value, best_index,
-        temperature, seed, state_positions, row_slots,
+        temperature, seed, top_k, top_p, min_p, state_positions, row_slots,
     )  # fmt: skip
 
 
 @triton.jit
 def _dot_head_kernel(
     x, x_stride, rows, norm, eps, weight, logits, logits_stride, best_value, best_index, programs, vocab,
-    temperature, seed, state_positions, row_slots,
+    temperature, seed, top_k, top_p, min_p, state_positions, row_slots,
     K: tl.constexpr, RP: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT: tl.constexpr,
-    STAGES: tl.constexpr, EVEN_N: tl.constexpr, PDL: tl.constexpr, EARLY: tl.constexpr,
+    STAGES: tl.constexpr, EVEN_N: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     n0 = tl.program_id(0) * BLOCK_N
     first = dot_first(weight, norm, n0, vocab, K, BLOCK_N, BLOCK_K, SPLIT, False, EVEN_N)
-    wait_for_input(PDL, EARLY)
+    wait_for_input(PDL)
     total = dot_tile(
         first, x, x_stride, rows, weight, norm, eps, n0, vocab, K, RP, BLOCK_N, BLOCK_K, SPLIT, STAGES, False, EVEN_N
     )
     token = n0 + tl.arange(0, BLOCK_N)[:, None]
     r = tl.arange(0, RP)
     tl.store(logits + r[None, :] * logits_stride + token, total, mask=(token < vocab) & (r < rows)[None, :])
-    _store_best(
+    store_best(
         tl.trans(total), n0 + tl.arange(0, BLOCK_N), r, rows, tl.program_id(0), programs, vocab, best_value, best_index,
-        temperature, seed, state_positions, row_slots,
+        temperature, seed, top_k, top_p, min_p, state_positions, row_slots,
     )  # fmt: skip
 
 
@@ -201,8 +159,7 @@ def small_head(
     best_value: torch.Tensor,
     best_index: torch.Tensor,
     *,
-    temperature: torch.Tensor | None = None,
-    seed: torch.Tensor | None = None,
+    sampling: SlotSampling | None = None,
     state_positions: torch.Tensor | None = None,
     row_slots: torch.Tensor | None = None,
     pdl: bool = False,
@@ -211,8 +168,8 @@ def small_head(
     """logits fp32 [rows <= 16, vocab] = rms_norm(x; norm, eps) @ weight.T, and the best token of each program's part.
 
     best_value fp32 and best_index int32 are [rows, head_programs(vocab, rows)]; of equal values the lowest id wins.
-    Without `temperature` the choice is greedy, else temperature fp32, seed int64 and state_positions int32 are [slots]
-    and row_slots int32 [rows]; slots of temperature 0 are greedy.
+    Without `sampling` the choice is greedy, else state_positions int32 is [slots] and row_slots int32 [rows]. Of slots
+    that filter it is the best logit: `token_filters.sampling_bins` and `finish_step` draw for them.
 
     Raises:
         ValueError: more than 16 rows.
@@ -225,19 +182,19 @@ def small_head(
         tile = head_tile(vocab, k, rows)
     programs = head_programs(vocab, rows, tile)
     common = {
-        "K": k, "BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k, "PDL": pdl, "EARLY": tile.early,
+        "K": k, "BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k, "PDL": pdl,
         "num_warps": tile.warps, "launch_pdl": pdl,
     }  # fmt: skip
     if tile.dot:
         _dot_head_kernel[(programs,)](
             x, x.stride(0), rows, norm, eps, weight, logits, logits.stride(0), best_value, best_index, programs, vocab,
-            temperature, seed, state_positions, row_slots,
+            *(sampling or GREEDY), state_positions, row_slots,
             RP=8 if rows <= 8 else 16, SPLIT=tile.split, STAGES=tile.stages, EVEN_N=vocab % tile.block_n == 0, **common,
         )  # fmt: skip
     else:
         _gemv_head_kernel[(programs,)](
             x, x.stride(0), norm, eps, weight, logits, logits.stride(0), best_value, best_index, programs, vocab,
-            temperature, seed, state_positions, row_slots,
+            *(sampling or GREEDY), state_positions, row_slots,
             ROWS=rows, ROW_BLOCK=triton.next_power_of_2(rows), WARPS=tile.warps, GROUP=GROUP,
             EVEN_N=vocab % (tile.block_n * GROUP) == 0, **common,
         )  # fmt: skip
@@ -245,7 +202,8 @@ def small_head(
 
 @triton.jit
 def _partial_best_kernel(
-    logits, logits_stride, best_value, best_index, programs, vocab, temperature, seed, state_positions, row_slots,
+    logits, logits_stride, best_value, best_index, programs, vocab,
+    temperature, seed, top_k, top_p, min_p, state_positions, row_slots,
     BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     wait_for_input(PDL)
@@ -253,9 +211,9 @@ def _partial_best_kernel(
     token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     there = (token < vocab)[None, :]
     values = tl.load(logits + row.to(tl.int64)[:, None] * logits_stride + token[None, :], mask=there, other=0.0)
-    _store_best(
+    store_best(
         values.to(tl.float32), token, row, tl.num_programs(0), tl.program_id(1), programs, vocab, best_value,
-        best_index, temperature, seed, state_positions, row_slots,
+        best_index, temperature, seed, top_k, top_p, min_p, state_positions, row_slots,
     )  # fmt: skip
 
 
@@ -264,8 +222,7 @@ def partial_best(
     best_value: torch.Tensor,
     best_index: torch.Tensor,
     *,
-    temperature: torch.Tensor | None = None,
-    seed: torch.Tensor | None = None,
+    sampling: SlotSampling | None = None,
     state_positions: torch.Tensor | None = None,
     row_slots: torch.Tensor | None = None,
     pdl: bool = False,
@@ -277,7 +234,7 @@ def partial_best(
     rows, vocab = logits.shape
     programs = triton.cdiv(vocab, PARTIAL_BLOCK)
     _partial_best_kernel[(rows, programs)](
-        logits, logits.stride(0), best_value, best_index, programs, vocab, temperature, seed, state_positions,
+        logits, logits.stride(0), best_value, best_index, programs, vocab, *(sampling or GREEDY), state_positions,
         row_slots, BLOCK=PARTIAL_BLOCK, PDL=pdl, num_warps=8, launch_pdl=pdl,
     )  # fmt: skip
 
@@ -286,34 +243,49 @@ def partial_best(
 def _finish_step_kernel(
     best_value, best_index, row_slots, scratch_slot, state_tokens, state_positions,
     ring, ring_length, ring_stride, step, finite, rows,
-    PROGRAMS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    logits, logits_stride, vocab, temperature, seed, top_k, top_p, min_p,
+    words, arrived, length, listed, kept_value, kept_token, span,
+    LISTED: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, BINS: tl.constexpr,
+    PROGRAMS: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     wait_for_input(PDL)
-    row = tl.program_id(0)
+    row = tl.program_id(0).to(tl.int64)
     slot = tl.load(row_slots + row)
     position = tl.load(state_positions + slot)
-    values = best_value + row.to(tl.int64) * PROGRAMS
     best = tl.full([], float("-inf"), tl.float32)
-    best_at = tl.full([], 0, tl.int32)
-    for start in range(0, PROGRAMS, BLOCK):
-        i = start + tl.arange(0, BLOCK)
-        value, at = tl.max(tl.load(values + i, mask=i < PROGRAMS, other=float("-inf")), 0, return_indices=True)
-        best_at = tl.where(value > best, start + at, best_at)
-        best = tl.maximum(value, best)
-    token = tl.load(best_index + row.to(tl.int64) * PROGRAMS + best_at)
-    usable = tl.abs(best) < float("inf")
-
-    # Arrivals are counted in the upper half of the word: the last row, when all have read, makes it step + 1.
-    ticket = tl.atomic_add(step, 1 << 32, sem="relaxed")
-    if ticket >> 32 == rows - 1:
-        tl.atomic_xchg(step, ((ticket & 0xFFFFFFFF) + 1) & 0x7FFFFFFF, sem="relaxed")
-    place = (ticket & 0xFFFFFFFF) % ring_length
-    tl.store(ring + place * ring_stride + row, tl.where(usable, token, -1))
-    real = slot != scratch_slot
-    tl.store(state_tokens + slot, token, mask=real)
-    tl.store(state_positions + slot, position + 1, mask=real)
-    if finite is not None:
-        tl.store(finite, 0, mask=real & (usable == 0))
+    token = tl.full([], 0, tl.int32)
+    done = tl.program_id(1) == 0
+    filtered = slot < 0  # never
+    if words is not None:
+        top = tl.load(words + row * 8 + 6).to(tl.int32).to(tl.float32, bitcast=True)
+        filtered = filters(slot, True, tl.load(temperature + slot), top_k, top_p, min_p) & (tl.abs(top) < float("inf"))
+        if filtered:
+            best, token, done = filter_and_choose(
+                logits + row * logits_stride, vocab, row, slot, top, position, temperature, seed, top_p, min_p,
+                words, arrived, length, listed, kept_value, kept_token, span, LISTED, BLOCK, PARTS, BINS,
+            )  # fmt: skip
+    if done & (filtered == 0):
+        best_at = tl.full([], 0, tl.int32)
+        for start in range(0, PROGRAMS, WIDTH):
+            i = start + tl.arange(0, WIDTH)
+            values = tl.load(best_value + row * PROGRAMS + i, mask=i < PROGRAMS, other=float("-inf"))
+            value, at = tl.max(values, 0, return_indices=True)
+            best_at = tl.where(value > best, start + at, best_at)
+            best = tl.maximum(value, best)
+        token = tl.load(best_index + row * PROGRAMS + best_at)
+    if done:
+        usable = tl.abs(best) < float("inf")
+        # Arrivals are counted in the upper half of the word: the last row, when all have read, makes it step + 1.
+        ticket = tl.atomic_add(step, 1 << 32, sem="relaxed")
+        if ticket >> 32 == rows - 1:
+            tl.atomic_xchg(step, ((ticket & 0xFFFFFFFF) + 1) & 0x7FFFFFFF, sem="relaxed")
+        place = (ticket & 0x7FFFFFFF).to(tl.int32) % ring_length
+        tl.store(ring + place * ring_stride + row, tl.where(usable, token, -1))
+        real = slot != scratch_slot
+        tl.store(state_tokens + slot, token, mask=real)
+        tl.store(state_positions + slot, position + 1, mask=real)
+        if finite is not None:
+            tl.store(finite, 0, mask=real & (usable == 0))
 
 
 def finish_step(
@@ -326,6 +298,10 @@ def finish_step(
     ring: torch.Tensor,
     step: torch.Tensor,
     finite: torch.Tensor | None = None,
+    *,
+    logits: torch.Tensor | None = None,
+    sampling: SlotSampling | None = None,
+    space: FilterSpace | None = None,
     pdl: bool = False,
 ) -> None:
     """The best of each row's partial maxima becomes its slot's token, and the step ends.
@@ -333,12 +309,15 @@ def finish_step(
     state_tokens[slot] = token and state_positions[slot] += 1 (not for the scratch slot); ring int32 [length, >= rows]
     gets ring[step % length, row] = token, -1 where the row's maximum was not finite; then `finite` int32 [1], which the
     owner sets to 1, becomes 0 if the row is not padding. step int64 [1], below 2^32, goes up by one; it is whole only
-    between steps.
+    between steps. With logits [rows, vocab], `sampling` and `space` as `sampling_bins` had them, rows that filter get
+    the best token that they keep.
     """
     rows, programs = best_value.shape
-    block = min(4096, triton.next_power_of_2(programs))
-    _finish_step_kernel[(rows,)](
+    width = min(4096, triton.next_power_of_2(programs))
+    parts, choice = choice_arguments(logits, sampling, space)
+    _finish_step_kernel[(rows, parts)](
         best_value, best_index, row_slots, scratch_slot, state_tokens, state_positions,
-        ring, ring.shape[0], ring.stride(0), step, finite, rows,
-        PROGRAMS=programs, BLOCK=block, PDL=pdl, num_warps=4 if block <= 1024 else 8, launch_pdl=pdl,
+        ring, ring.shape[0], ring.stride(0), step, finite, rows, **choice, PROGRAMS=programs, WIDTH=width, PDL=pdl,
+        # Without a limit the compiler stops at 64 registers, and spills on some devices.
+        num_warps=8 if width > 1024 or logits is not None else 4, maxnreg=128, launch_pdl=pdl,
     )  # fmt: skip

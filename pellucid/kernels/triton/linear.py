@@ -15,6 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
+from pellucid.kernels.triton.chain import fetch_to_l2
 from pellucid.kernels.triton.row_ops import wait_for_input
 
 MAX_ROWS = 16
@@ -28,8 +29,8 @@ class LinearTile(NamedTuple):
     """How the weights are cut. `block_n` counts weight rows, gate and up rows alike.
 
     `split` and `stages` are for the tensor cores alone: `block_k` falls into `split` parts that warps sum on their own,
-    and `stages` is the depth of the pipeline behind the first tile. fp32 lanes have two tiles in flight. `early` lets
-    the next kernel of the chain start before this one has its input.
+    and `stages` is the depth of the pipeline behind the first tile. fp32 lanes have two tiles in flight. `ahead`
+    columns behind the first tile are fetched to the L2 while the input is not there.
     """
 
     block_n: int
@@ -38,23 +39,29 @@ class LinearTile(NamedTuple):
     dot: bool = False
     split: int = 1
     stages: int = 1
-    early: bool = False
+    ahead: int = 0
 
 
 def linear_tile(weight_rows: int, k: int, rows: int) -> LinearTile:
-    """The default for weight [weight_rows, k] and x [rows, k], as measured on an H200 (docs/log/2026-11-30-gpu-decode).
+    """The default for weight [weight_rows, k] and x [rows, k], as measured within steps on an H200.
 
     Enough programs that every multiprocessor has several, and 16 to 64 KB of weights in flight on each.
     """
-    if rows <= FMA_ROWS:
-        if k >= 4096 and rows == 1:
-            return LinearTile(4, 2048, 4) if weight_rows > 16384 else LinearTile(8, 2048, 8)
-        block_n = 8 if weight_rows > 8192 else 4 if weight_rows > 2560 else 2
-        block_k = min(_block_k(k, 1024), triton.next_power_of_2(max(k, 128)))
-        return LinearTile(block_n, block_k, max(1, block_k // 256))
-    block_n = 32 if 4224 < weight_rows <= 16384 else 16
-    block_k = min(_block_k(k, 256), triton.next_power_of_2(max(k, 64)))
-    return LinearTile(block_n, block_k, 4, dot=True, split=min(4, block_k // 32), stages=4 if block_n == 16 else 3)
+    if rows > FMA_ROWS:
+        block_k = min(_block_k(k, 128 if 4224 < weight_rows <= 16384 else 256), triton.next_power_of_2(max(k, 64)))
+        split = min(block_k // 64, 4) or 1
+        return LinearTile(16, block_k, split, True, split, 4, ahead=1024 if weight_rows > 16384 else 256)
+    if k > 8192:
+        return LinearTile(8, 2048, 8)
+    # Back to the hidden size: few weight rows, for which the kernel ahead (attention, SwiGLU) leaves time to fetch.
+    back = weight_rows <= k
+    if back and weight_rows >= 4096:
+        return LinearTile(8, 512, 2, ahead=1024)
+    if k >= 4096 or (back and weight_rows < 2048):
+        block_k = min(2048, triton.next_power_of_2(max(k, 128)))
+        return LinearTile(4, block_k, max(1, block_k // 512), ahead=1024 if back else 0)
+    block_k = min(_block_k(k, 512 if k <= 1024 and weight_rows > 4096 else 1024), triton.next_power_of_2(max(k, 128)))
+    return LinearTile(4, block_k, max(1, block_k // 256), ahead=1024 if back else 0)
 
 
 def _block_k(k: int, most: int) -> int:
@@ -240,6 +247,15 @@ def dot_tile(
 
 
 @triton.jit
+def _fetch_ahead(
+    weight, n0, N, K: tl.constexpr, BLOCK_N: tl.constexpr, FIRST: tl.constexpr, COLUMNS: tl.constexpr,
+    PAIR: tl.constexpr,
+):  # fmt: skip
+    row = _row_offsets(n0, N, K, BLOCK_N, PAIR) // K
+    fetch_to_l2(weight, row, _outputs(n0, BLOCK_N, PAIR) < N, FIRST, K, COLUMNS)
+
+
+@triton.jit
 def _load_bias(bias, n0, N, BLOCK_N: tl.constexpr, PAIR: tl.constexpr):
     """fp32 [BLOCK_N], in the order of the tile's weight rows."""
     o = _outputs(n0, BLOCK_N, PAIR)
@@ -251,13 +267,15 @@ def _load_bias(bias, n0, N, BLOCK_N: tl.constexpr, PAIR: tl.constexpr):
 def _gemv_kernel(
     x, x_stride, weight, norm, eps, bias, out, out_stride, N,
     K: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, WARPS: tl.constexpr,
-    PAIR: tl.constexpr, RESIDUAL: tl.constexpr, EVEN_N: tl.constexpr, PDL: tl.constexpr, EARLY: tl.constexpr,
+    PAIR: tl.constexpr, RESIDUAL: tl.constexpr, EVEN_N: tl.constexpr, PDL: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     OUTPUTS: tl.constexpr = BLOCK_N // 2 if PAIR else BLOCK_N
     n0 = tl.program_id(0) * OUTPUTS
     o = n0 + tl.arange(0, OUTPUTS)
     first = gemv_first(weight, norm, n0, N, K, BLOCK_N, BLOCK_K, PAIR, EVEN_N)
-    wait_for_input(PDL, EARLY)
+    if AHEAD > 0:
+        _fetch_ahead(weight, n0, N, K, BLOCK_N, BLOCK_K, AHEAD, PAIR)
+    wait_for_input(PDL)
     before = ()
     for r in tl.static_range(ROWS):
         if RESIDUAL:
@@ -282,7 +300,7 @@ def _dot_kernel(
     x, x_stride, rows, weight, norm, eps, bias, out, out_stride, N,
     K: tl.constexpr, RP: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT: tl.constexpr,
     STAGES: tl.constexpr, PAIR: tl.constexpr, RESIDUAL: tl.constexpr, EVEN_N: tl.constexpr, PDL: tl.constexpr,
-    EARLY: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):  # fmt: skip
     OUTPUTS: tl.constexpr = BLOCK_N // 2 if PAIR else BLOCK_N
     n0 = tl.program_id(0) * OUTPUTS
@@ -291,7 +309,9 @@ def _dot_kernel(
     there = (o < N) & (r < rows)
     target = out + r * out_stride + o
     first = dot_first(weight, norm, n0, N, K, BLOCK_N, BLOCK_K, SPLIT, PAIR, EVEN_N)
-    wait_for_input(PDL, EARLY)
+    if AHEAD > 0:
+        _fetch_ahead(weight, n0, N, K, BLOCK_N, BLOCK_K, AHEAD, PAIR)
+    wait_for_input(PDL)
     if RESIDUAL:
         before = tl.load(target, mask=there, other=0.0)
     total = dot_tile(
@@ -339,7 +359,8 @@ def small_linear(
     grid = (triton.cdiv(weight_rows, tile.block_n),)
     common = {
         "K": k, "BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k, "PAIR": pair, "RESIDUAL": residual,
-        "EVEN_N": weight_rows % tile.block_n == 0, "PDL": pdl, "EARLY": tile.early,
+        "EVEN_N": weight_rows % tile.block_n == 0, "PDL": pdl,
+        "AHEAD": min(tile.ahead, k - tile.block_k) if pdl else 0,
         "num_warps": tile.warps, "launch_pdl": pdl,
     }  # fmt: skip
     if tile.dot:

@@ -18,6 +18,8 @@ import triton
 import triton.language as tl
 
 from pellucid.core import PlanError
+from pellucid.kernels.triton.chain import fetch_to_l2
+from pellucid.kernels.triton.row_ops import wait_for_input
 
 SPLIT_KEYS = 64
 """Keys of a split are a multiple of this, of half for one row: its result has the bytes of 28 keys at 16 heads."""
@@ -131,9 +133,7 @@ def _absorb_rope_write(
         other=0.0,
         eviction_policy="evict_first" if ONE_TILE else "",
     )
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_input(PDL)
     x = tl.load(
         q + row[:, None] * q_stride + head * (NOPE + ROPE) + k[None, :],
         mask=(row[:, None] < rows) & (k[None, :] < NOPE),
@@ -166,12 +166,15 @@ def _rope_write_row(
     head = tl.arange(0, triton.next_power_of_2(HEADS))[:, None]
     is_query = (head < HEADS) & is_pair[None, :]
     norm = tl.load(kv_norm + channel, mask=is_latent, other=0.0).to(tl.float32)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
-    # All loads before all stores: none may be moved over a store.
+    # Where the row stands was written before the kernel ahead began, so it need not be waited for.
     keys = tl.load(context + row)
     pages = page_table + tl.load(sequence + row) * page_table_stride
+    position = tl.maximum(keys - 1, 0)
+    page = tl.load(pages + position // PAGE)
+    cos = tl.load(table + position * table_stride + pair, mask=is_pair, other=0.0)
+    sin = tl.load(table + position * table_stride + HALF + pair, mask=is_pair, other=0.0)
+    wait_for_input(PDL)
+    # All loads before all stores: none may be moved over a store.
     kv_row = kv + row * kv_stride
     x = tl.load(kv_row + channel, mask=is_latent, other=0.0)
     k_a = tl.load(kv_row + RANK + first, mask=is_pair, other=0.0).to(tl.float32)
@@ -179,10 +182,6 @@ def _rope_write_row(
     q_rope = q + row * q_stride + head * (NOPE + ROPE) + NOPE
     q_a = tl.load(q_rope + first[None, :], mask=is_query, other=0.0).to(tl.float32)
     q_b = tl.load(q_rope + second[None, :], mask=is_query, other=0.0).to(tl.float32)
-    position = tl.maximum(keys - 1, 0)
-    page = tl.load(pages + position // PAGE)
-    cos = tl.load(table + position * table_stride + pair, mask=is_pair, other=0.0)
-    sin = tl.load(table + position * table_stride + HALF + pair, mask=is_pair, other=0.0)
 
     rotated = q_latent + row * out_stride + head * WIDTH + RANK
     tl.store(rotated + first[None, :], q_a * cos[None, :] - q_b * sin[None, :], mask=is_query)
@@ -230,9 +229,6 @@ def _split_decode(
 ):  # fmt: skip
     """Online softmax in base 2 (`scale` includes log2 e) over the keys of one split, for BLOCK_H heads of one row."""
     WIDTH: tl.constexpr = RANK + ROPE
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
     split = tl.program_id(1)
     row = tl.program_id(2).to(tl.int64)
     keys = tl.load(context + row)
@@ -243,13 +239,20 @@ def _split_decode(
     head = tl.program_id(0) * BLOCK_H + tl.arange(0, BLOCK_H)
     real = head < HEADS
     part = (row * splits + split) * HEADS
+    step = tl.arange(0, BLOCK_N)
+    # Where the row stands was written before the kernel ahead began, and so were all keys but the newest: the first of
+    # them are on their way to the L2 while q is still being made.
+    page = tl.load(pages + start // PAGE, mask=start < stop, other=0)
+    if PDL:
+        first = page.to(tl.int64) * PAGE + start % PAGE + step
+        fetch_to_l2(latent, first, start + step < stop, 0, WIDTH, WIDTH)
+    wait_for_input(PDL)
     if start >= stop:
         tl.store(lse + part + head, tl.full([BLOCK_H], float("-inf"), tl.float32), mask=real)
         return
 
     channel = tl.arange(0, BLOCK_C)
     turned = tl.arange(0, BLOCK_P)
-    step = tl.arange(0, BLOCK_N)
     channel_real = (channel < RANK)[None, :]
     turned_real = (turned < ROPE)[None, :]
     source = q + row * q_stride + head[:, None] * WIDTH
@@ -259,7 +262,6 @@ def _split_decode(
     best = tl.full([BLOCK_H], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_H], tl.float32)
     acc = tl.zeros([BLOCK_H, BLOCK_C], tl.float32)
-    page = tl.load(pages + start // PAGE)
     for key in range(start, stop, BLOCK_N):
         tile = latent + (page.to(tl.int64) * PAGE + key % PAGE) * WIDTH + step[:, None] * WIDTH
         # A tile lies in one page; the next one's number is on its way while this tile is worked on.
@@ -341,9 +343,7 @@ def _combine_project(
         other=0.0,
         eviction_policy="evict_first" if ONE_TILE else "",
     )
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_input(PDL)
 
     every = tl.arange(0, ALL_SPLITS)
     first = row[:, None] * splits  # of the row in [rows * splits, heads]

@@ -50,11 +50,11 @@ def up_tile(hidden: int, rows: int) -> SmallTile:
 def down_tile(intermediate: int, rows: int) -> SmallTile:
     """Of `small_experts_down`. One row: two outputs a program, so that a hidden size of 2048 is one full wave.
 
-    About eight steps of K are loaded at once: 16 KB a program, 128 registers a thread, eight programs an SM on sm_90.
+    All of up to eight narrow experts are loaded at once, of wide ones two: sixteen steps of K, or six, in registers.
     """
     if rows == 1:
         block_k = fit_block_k(intermediate, 512)
-        return SmallTile(2, block_k, warps=2, stages=min(4, max(1, 8 // triton.cdiv(intermediate, block_k))))
+        return SmallTile(2, block_k, warps=2, stages=8 if intermediate <= 2 * block_k else 2)
     return SmallTile(64, fit_block_k(intermediate, 128))
 
 

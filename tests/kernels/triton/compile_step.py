@@ -1,23 +1,29 @@
 """Compiles every kernel of a fused decode step for a device that is not here, and prints what each needs.
 
-    python -m tests.kernels.triton.compile_step CONFIG SM SHARED_MEMORY ROWS [ROWS ...]
+    python -m tests.kernels.triton.compile_step CONFIG SM[,SM ...] SHARED_MEMORY KERNELS ROWS [ROWS ...]
 
-A line a kernel: name, rows, bytes of shared memory. Tensors have shapes but no memory, so that real sizes cost nothing.
+A line a kernel whose name the pattern KERNELS finds: name, rows, bytes of shared memory, bytes of spilled registers a
+thread. Tensors have shapes but no memory, so that real sizes cost nothing.
 Run in a process of its own by `test_offline_compile`: the other tests here need Triton's interpreter instead.
 """
 
 from __future__ import annotations
 
+import re
+import subprocess
 import sys
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 from triton.runtime.jit import JITFunction
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from pellucid.kernels.device import DeviceLimits
 from pellucid.kernels.torch_ops import TorchOps
@@ -42,11 +48,13 @@ TYPES = {
 class Compiled:
     """Stands in for launching: each kind of launch is compiled once, and its need noted."""
 
-    def __init__(self, sm: int) -> None:
-        self.target, self.rows = GPUTarget("cuda", sm, 32), 0
-        self.needs: dict[tuple[Any, ...], tuple[str, int, int]] = {}
+    def __init__(self, sm: int, kernels: str) -> None:
+        self.target, self.rows, self.kernels = GPUTarget("cuda", sm, 32), 0, re.compile(kernels)
+        self.needs: dict[tuple[Any, ...], tuple[str, int, int, int]] = {}
 
     def run(self, kernel: JITFunction, *args: Any, grid: Any, warmup: bool, **given: Any) -> None:
+        if not self.kernels.search(kernel.fn.__name__):
+            return
         options = {name: given.pop(name) for name in OPTIONS if name in given}
         values = dict(zip(kernel.arg_names, args, strict=False)) | given
         signature, constants, attributes = {}, {}, {}
@@ -57,6 +65,9 @@ class Compiled:
                 continue
             if isinstance(value, torch.Tensor):
                 signature[name], aligned = TYPES[value.dtype], True
+            elif isinstance(value, TensorDescriptor):
+                block = ", ".join(map(str, value.block_shape))
+                signature[name], aligned = f"tensordesc<{TYPES[value.base.dtype][1:]}[{block}]>", False
             elif isinstance(value, float):
                 signature[name], aligned = "fp32", False
             else:
@@ -66,8 +77,18 @@ class Compiled:
         key = (kernel.fn.__name__, str(signature), str(constants), str(attributes), str(options))
         if key not in self.needs:
             source = ASTSource(kernel, signature, constants, attributes)
-            shared = compile(source, target=self.target, options=options).metadata.shared
-            self.needs[key] = (kernel.fn.__name__, self.rows, shared)
+            found = compile(source, target=self.target, options=options)
+            self.needs[key] = (kernel.fn.__name__, self.rows, found.metadata.shared, stack_bytes(found.asm["cubin"]))
+
+
+def stack_bytes(cubin: bytes) -> int:
+    """What the one kernel in `cubin` keeps in local memory instead of registers."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return max(int(size) for size in re.findall(r"(?:STACK|LOCAL):(\d+)", text))
 
 
 class ShapedWeights(SyntheticWeights):
@@ -78,7 +99,7 @@ class ShapedWeights(SyntheticWeights):
         return StoredWeight("bf16", shape, torch.empty(shape, dtype=torch.bfloat16, device=META))
 
 
-def main(config: str, sm: int, shared_memory: int, rows: list[int]) -> None:
+def main(config: str, sm: int, shared_memory: int, kernels: str, rows: list[int]) -> None:
     report = Checkpoint.open(Path(config)).report()
     traits, _ = settle(report.traits)
     # A dense and a MoE layer, where there are both.
@@ -97,20 +118,22 @@ def main(config: str, sm: int, shared_memory: int, rows: list[int]) -> None:
 
     state = SimpleNamespace(
         tokens=empty(most + 1), positions=empty(most + 1), temperatures=empty(most + 1, dtype=torch.float32),
-        seeds=empty(most + 1, dtype=torch.int64), row_slots=empty(most), page_table=empty(most + 1, 64),
+        seeds=empty(most + 1, dtype=torch.int64), top_k=empty(most + 1), top_p=empty(most + 1, dtype=torch.float32),
+        min_p=empty(most + 1, dtype=torch.float32), row_slots=empty(most), page_table=empty(most + 1, 64),
         scratch_slot=most,
     )  # fmt: skip
     ring = TokenRing(empty(8, most), empty(1, dtype=torch.int64))
     fused = FusedDecoder(decoder, pool, state, ring, 2048, DeviceLimits(sm, 132, shared_memory))
-    compiled = Compiled(sm)
+    compiled = Compiled(sm, kernels)
     JITFunction.run = lambda kernel, *args, **given: compiled.run(kernel, *args, **given)
     mla_decode._sm = lambda device: sm
     for count in rows:
         compiled.rows = count
         fused.step(count)
-    for name, count, shared in compiled.needs.values():
-        sys.stdout.write(f"{name} {count} {shared}\n")
+    for need in compiled.needs.values():
+        sys.stdout.write(" ".join(map(str, need)) + "\n")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), [int(word) for word in sys.argv[4:]])
+    for each in sys.argv[2].split(","):
+        main(sys.argv[1], int(each), int(sys.argv[3]), sys.argv[4], [int(word) for word in sys.argv[5:]])

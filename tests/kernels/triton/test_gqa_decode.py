@@ -1,4 +1,4 @@
-"""Norm, rope and cache write of GQA rows, split decode and its merging, against fp64."""
+"""Split decode of grouped-query rows and its merging, against fp64."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ from tests.kernels.triton.attention_cases import (
     attend,
     check_close,
     normal,
-    poisoned,
-    rope_table,
 )
 
 
@@ -20,58 +18,6 @@ def ops():
     from pellucid.kernels.triton import gqa_decode
 
     return gqa_decode
-
-
-def _rotated(x: torch.Tensor, cos_sin: torch.Tensor, interleaved: bool) -> torch.Tensor:
-    """x [heads, dim], fp64."""
-    half = x.shape[-1] // 2
-    cos, sin = cos_sin.double()[:half], cos_sin.double()[half:]
-    a, b = (x[:, ::2], x[:, 1::2]) if interleaved else (x[:, :half], x[:, half:])
-    pairs = a * cos - b * sin, b * cos + a * sin
-    return torch.stack(pairs, -1).flatten(-2) if interleaved else torch.cat(pairs, -1)
-
-
-@pytest.mark.parametrize(
-    ("heads", "kv_heads", "dim", "interleaved", "norm", "rows"),
-    [(4, 2, 32, False, True, 3), (3, 1, 24, True, False, 5), (6, 2, 16, False, True, 18), (2, 2, 48, True, True, 2)],
-)
-def test_rows_are_normed_rotated_and_written_where_their_page_says(
-    ops, device, dtype, heads, kv_heads, dim, interleaved, norm, rows
-):
-    """q in place; k and v in the cache only; rows with context 0, and everything around, untouched."""
-    contexts = [(7 * row + 1) % 40 if row != 1 else 0 for row in range(rows)]
-    cache = ScatteredCache([max(c, 1) for c in contexts], page=16, width=kv_heads * dim, device=device, dtype=dtype)
-    keys, values = poisoned(cache.keys), poisoned(cache.values)
-    width = (heads + 2 * kv_heads) * dim
-    wide = normal(rows, width + 16, seed=1, device=device, dtype=dtype)
-    qkv, before = wide[:, :width], wide.clone()
-    weights = [normal(dim, seed=2 + i, device=device, dtype=dtype) if norm else None for i in range(2)]
-    table = rope_table(64, dim, device)
-
-    ops.norm_rope_write(
-        qkv, *weights, 1e-5, table, interleaved, heads, kv_heads, dim, keys, values,
-        cache.page_table, torch.arange(rows, dtype=torch.int32, device=device),
-        torch.tensor(contexts, dtype=torch.int32, device=device),
-    )  # fmt: skip
-
-    assert torch.equal(wide[:, heads * dim :], before[:, heads * dim :])
-    written = 0
-    for row, context in enumerate(contexts):
-        x = before[row, :width].view(-1, dim)
-        for index, weight in enumerate(weights):
-            part = slice(0, heads) if index == 0 else slice(heads, heads + kv_heads)
-            wanted = x[part].double().cpu()
-            if weight is not None:
-                wanted *= (wanted.pow(2).mean(-1, keepdim=True) + 1e-5).rsqrt() * weight.double().cpu()
-            wanted = _rotated(wanted, table[max(context - 1, 0)].cpu(), interleaved)
-            if index == 0:
-                check_close(wide[row, : heads * dim].view(-1, dim), wanted)
-            elif context:
-                page = cache.page_table[row, (context - 1) // 16]
-                check_close(keys[page, (context - 1) % 16].view(-1, dim), wanted)
-                assert torch.equal(values[page, (context - 1) % 16], before[row, (heads + kv_heads) * dim : width])
-                written += kv_heads * dim
-    assert int((~keys.isnan()).sum()) == int((~values.isnan()).sum()) == written
 
 
 CASES = [
@@ -129,6 +75,8 @@ def test_scores_far_apart_do_not_overflow(ops, device, dtype):
 def test_splits_fill_the_device_and_are_not_smaller_than_a_block(ops):
     assert ops.splits_for(rows=128, kv_heads=8, sm_count=132, max_context=4096) == 1
     assert ops.splits_for(rows=1, kv_heads=8, sm_count=132, max_context=100) == 2
+    assert ops.splits_for(rows=1, kv_heads=8, sm_count=132, max_context=4096) == 16
     for rows in (1, 4, 32):
         splits = ops.splits_for(rows, 4, 132, 1 << 17)
         assert rows * 4 * splits >= 2 * 132 or splits == 64
+        assert rows * 4 * ops.splits_for(rows, 4, 132, 1 << 17, per_sm=2) <= 2 * 132

@@ -10,6 +10,7 @@ pytest.importorskip("triton", reason="triton is for Linux")
 from pellucid.kernels.triton import head  # noqa: E402
 from pellucid.kernels.triton.head import begin_step, finish_step, head_programs, partial_best, small_head  # noqa: E402
 from pellucid.kernels.triton.linear import LinearTile  # noqa: E402
+from pellucid.kernels.triton.sampling import SlotSampling  # noqa: E402
 
 TILES = {
     "fma": LinearTile(block_n=4, block_k=128, warps=1),
@@ -44,8 +45,9 @@ def draw(
         value, index = partials(rows, head_programs(logits.numel(), rows, TILES["dot"]), device)
         small_head(
             x[:rows].to(device, dtype), None, 0.0, weight.to(device, dtype), out, value, index, tile=TILES["dot"],
-            temperature=torch.full((rows,), heat, device=device),
-            seed=ints(seeds[start : start + 16], device, torch.int64),
+            sampling=SlotSampling(
+                torch.full((rows,), heat, device=device), ints(seeds[start : start + 16], device, torch.int64)
+            ),
             state_positions=ints(positions[start : start + 16], device), row_slots=ints(list(range(rows)), device),
         )  # fmt: skip
         tokens += best_tokens(value, index)
@@ -89,8 +91,9 @@ def test_sampling_in_the_head_equals_sampling_its_logits(kind: str, device: torc
     rows, vocab = 4, 45
     x, weight = torch.randn(rows, 128).to(device, dtype), (torch.randn(vocab, 128) * 0.1).to(device, dtype)
     state = {
-        "temperature": torch.tensor([0.0, 0.7, 0.0, 1.5, 3.0], device=device),
-        "seed": ints([1, 2**40 + 5, 3, -7, 9], device, torch.int64),
+        "sampling": SlotSampling(
+            torch.tensor([0.0, 0.7, 0.0, 1.5, 3.0], device=device), ints([1, 2**40 + 5, 3, -7, 9], device, torch.int64)
+        ),
         "state_positions": ints([9, 8, 7, 6, 5], device),
         "row_slots": ints([3, 0, 1, 4], device),
     }

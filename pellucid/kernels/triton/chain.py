@@ -1,0 +1,21 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+"""What a kernel of a chain of dependent launches does before the kernel ahead of it has ended. Called by kernels."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def fetch_to_l2(weight, row, there, first, K: tl.constexpr, COLUMNS: tl.constexpr):
+    """Asks the L2 for COLUMNS columns of 16-bit `weight` [*, K] from `first` on, 128 bytes at a time.
+
+    `row` [rows] are the weight rows, as int64; rows not `there` ask for row 0 again.
+    """
+    LINES: tl.constexpr = triton.next_power_of_2((COLUMNS + 63) // 64)
+    column = tl.minimum(first + tl.arange(0, LINES) * 64, K - 1)
+    address = (weight + tl.where(there, row, 0)[:, None] * K + column[None, :]).to(tl.int64)
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [address], dtype=tl.int32, is_pure=False, pack=1
+    )
