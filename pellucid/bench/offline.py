@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -114,14 +114,18 @@ def run(engine: Engine, prompts: Sequence[list[int]], output_tokens: int) -> Rep
     return Repetition(first_s, total_s, outputs, tuple(reasons))
 
 
-def degeneracy(outputs: Sequence[Sequence[int]], output_tokens: int) -> list[str]:
-    """What is wrong with outputs whose speed is to count: unequal lengths, all alike, or one token over and over."""
+def degeneracy(outputs: Sequence[Sequence[Hashable]], output_tokens: int) -> list[str]:
+    """What is wrong with outputs whose speed is to count: unequal lengths, or what `repetitiveness` finds."""
+    unequal = any(len(tokens) != output_tokens for tokens in outputs)
+    return [f"not every sequence has {output_tokens} tokens"] * unequal + repetitiveness(outputs)
+
+
+def repetitiveness(outputs: Sequence[Sequence[Hashable]]) -> list[str]:
+    """Are the outputs, token by token, all alike, or one token over and over?"""
     reasons = []
-    if any(len(ids) != output_tokens for ids in outputs):
-        reasons.append(f"not every sequence has {output_tokens} tokens")
-    if len(outputs) > 1 and len({tuple(ids) for ids in outputs}) == 1:
+    if len(outputs) > 1 and len({tuple(tokens) for tokens in outputs}) == 1:
         reasons.append(f"all {len(outputs)} sequences are equal")
-    repeated = sum(Counter(ids).most_common(1)[0][1] > len(ids) / 2 for ids in outputs if len(ids) > 2)
+    repeated = sum(Counter(tokens).most_common(1)[0][1] > len(tokens) / 2 for tokens in outputs if len(tokens) > 2)
     if repeated:
         reasons.append(f"{repeated} of {len(outputs)} sequences are one token for more than half of their length")
     return reasons

@@ -7,17 +7,11 @@ and with a quarter of them. Server, engine and client share the machine's cores.
 
 from __future__ import annotations
 
-import json
 import os
 import re
-import selectors
-import socket
-import subprocess
 import sys
 import tempfile
-import time
-import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -25,6 +19,15 @@ import click
 
 from pellucid import __version__
 from pellucid.bench.provenance import provenance, save, spread
+from pellucid.bench.streams import (
+    Stream,
+    cpu_seconds,
+    free_port,
+    percentile,
+    post,
+    read_streams,
+    running_server,
+)
 from pellucid.bench.stub_engine import MAX_STEPS, STAMP, step_tokens
 from pellucid.core import PellucidError
 
@@ -32,60 +35,31 @@ CONTENT = re.compile(rb'"content":"([A-Za-z0-9]+)"')
 START_TIMEOUT_S = 60
 
 
-class Load:
-    """Streams of one run, read as they come by one thread that does as little as it can."""
-
-    def __init__(self, port: int, streams: int, tokens: int) -> None:
-        self._port, self._streams, self._tokens = port, streams, tokens
-
-    def run(self) -> list[list[tuple[float, bytes]]]:
-        """For each stream, (monotonic time, bytes) of everything read."""
-        selector = selectors.DefaultSelector()
-        received: list[list[tuple[float, bytes]]] = []
-        body = json.dumps(
-            {
-                "messages": [{"role": "user", "content": "hi"}],
-                "max_tokens": self._tokens,
-                "ignore_eos": True,
-                "stream": True,
-            }
-        ).encode()
-        head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: bench\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\nconnection: close\r\n\r\n"  # noqa: E501
-        for index in range(self._streams):
-            connection = socket.create_connection(("127.0.0.1", self._port))
-            connection.sendall(head.encode() + body)
-            connection.setblocking(False)
-            received.append([])
-            selector.register(connection, selectors.EVENT_READ, index)
-        while selector.get_map():
-            for key, _ in selector.select():
-                assert isinstance(key.fileobj, socket.socket)
-                data = key.fileobj.recv(1 << 18)
-                if data:
-                    received[key.data].append((time.monotonic(), data))
-                else:
-                    selector.unregister(key.fileobj)
-                    key.fileobj.close()
-        return received
+def chat_request(tokens: int) -> bytes:
+    """A streamed chat of so many tokens."""
+    messages = [{"role": "user", "content": "hi"}]
+    return post(
+        "/v1/chat/completions", {"messages": messages, "max_tokens": tokens, "ignore_eos": True, "stream": True}
+    )
 
 
-def throughput(received: list[list[tuple[float, bytes]]], tokens: int) -> float:
+def throughput(received: Sequence[Stream], tokens: int) -> float:
     """Token chunks per second, from the first to the last. Raises PellucidError when any is missing."""
-    counts = [sum(len(CONTENT.findall(data)) for _, data in _whole(stream)) for stream in received]
+    counts = [sum(len(CONTENT.findall(data)) for _, data in stream.whole()) for stream in received]
     if any(count != tokens for count in counts):
         raise PellucidError(f"streams of {tokens} tokens gave {min(counts)} to {max(counts)} chunks; the run is void")
-    first = min(stream[0][0] for stream in received)
-    last = max(stream[-1][0] for stream in received)
+    first = min(stream.reads[0][0] for stream in received)
+    last = max(stream.reads[-1][0] for stream in received)
     return sum(counts) / (last - first)
 
 
-def latencies(received: list[list[tuple[float, bytes]]], stamps: list[float], step_of: dict[bytes, int]) -> list[float]:
+def latencies(received: Sequence[Stream], stamps: list[float], step_of: dict[bytes, int]) -> list[float]:
     """Seconds from the end of the engine's step to the chunk in the client's hands.
 
     Counted are the tokens of steps in which every stream ran: before them, requests still arrive all at once.
     """
     arrivals = [
-        [(step_of[text], when) for when, data in _whole(stream) for text in CONTENT.findall(data)]
+        [(step_of[text], when) for when, data in stream.whole() for text in CONTENT.findall(data)]
         for stream in received
     ]
     first = max(stream[0][0] for stream in arrivals)
@@ -93,46 +67,18 @@ def latencies(received: list[list[tuple[float, bytes]]], stamps: list[float], st
     return [when - stamps[step] for stream in arrivals for step, when in stream if first <= step <= last]
 
 
-def _whole(stream: list[tuple[float, bytes]]) -> Iterator[tuple[float, bytes]]:
-    """The reads, cut where events end: a chunk counts when its last byte is there."""
-    rest = b""
-    for when, data in stream:
-        whole, separator, rest = (rest + data).rpartition(b"\n\n")
-        yield when, whole + separator
-    yield stream[-1][0], rest
-
-
 @contextmanager
 def stub_server(model: str, *stub_arguments: str) -> Iterator[tuple[int, int]]:
     """(port, process id) of a server on a stub engine."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     command = (sys.executable, "-m", "pellucid.bench.stub_engine", *stub_arguments)
     code = (
         "import sys; from pellucid.server.launch import serve; from pellucid.server.args import ServeArgs;"
         "from pellucid.selection.args import EngineArgs;"
         f"serve(EngineArgs(model={model!r}), ServeArgs(port={port}, log_level='warning'), {command!r})"
     )
-    server = subprocess.Popen([sys.executable, "-c", code])
-    try:
-        _wait_ready(server, port)
-        yield port, server.pid
-    finally:
-        server.terminate()
-        server.wait()
-
-
-def _wait_ready(server: subprocess.Popen[bytes], port: int) -> None:
-    end = time.monotonic() + START_TIMEOUT_S
-    while time.monotonic() < end and server.poll() is None:
-        try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{port}/health/ready") as answer:
-                if answer.status == 200:
-                    return
-        except OSError:
-            time.sleep(0.1)
-    raise PellucidError("the server on the stub engine did not get ready; its log is above")
+    with running_server((sys.executable, "-c", code), port, START_TIMEOUT_S) as pid:
+        yield port, pid
 
 
 def measure_latency(model: str, streams: int, rate: float, runs: int) -> dict[str, dict[str, float]]:
@@ -153,18 +99,12 @@ def measure_latency(model: str, streams: int, rate: float, runs: int) -> dict[st
         file.truncate(MAX_STEPS * STAMP.size)
         with stub_server(model, "--step-s", str(streams / rate), "--stamps", file.name) as (port, _):
             for _ in range(runs):
-                received = Load(port, streams, count).run()
+                received = read_streams(port, [chat_request(count)] * streams)
                 stamps = [value for (value,) in STAMP.iter_unpack(Path(file.name).read_bytes())]
-                found = sorted(latencies(received, stamps, step_of))
-                p50.append(found[len(found) // 2] * 1e3)
-                p99.append(found[int(len(found) * 0.99)] * 1e3)
+                found = latencies(received, stamps, step_of)
+                p50.append(percentile(found, 0.5) * 1e3)
+                p99.append(percentile(found, 0.99) * 1e3)
     return {"p50": spread(p50, 2), "p99": spread(p99, 2)}
-
-
-def cpu_seconds(pid: int) -> float:
-    """User and system time that a process has used so far."""
-    values = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(values[11]) + int(values[12])) / os.sysconf("SC_CLK_TCK")
 
 
 @click.command()
@@ -178,10 +118,10 @@ def main(model: str, streams: int, tokens: int, rate: float, runs: int, out: Pat
     """Measure, and print one JSON line."""
     rates, costs = [], []
     with stub_server(model) as (port, pid):
-        Load(port, streams, 20).run()
+        read_streams(port, [chat_request(20)] * streams)
         for _ in range(runs):
             before = cpu_seconds(pid)
-            rates.append(throughput(Load(port, streams, tokens).run(), tokens))
+            rates.append(throughput(read_streams(port, [chat_request(tokens)] * streams), tokens))
             costs.append((cpu_seconds(pid) - before) / (streams * tokens))
     added = {str(count): measure_latency(model, count, rate, runs) for count in (streams // 4, streams)}
     result = {

@@ -8,26 +8,41 @@ from typing import Any
 
 import click
 
-from pellucid.cli.engine_options import engine_args, engine_options
+from pellucid.cli.engine_options import F, engine_args, engine_options
 from pellucid.cli.targets import CONCURRENCY, whole_numbers
+
+LOAD_OPTIONS = (
+    click.option(
+        "--concurrency",
+        default=CONCURRENCY,
+        show_default=True,
+        callback=whole_numbers,
+        help="Sequences decoded at a time.",
+    ),
+    click.option("--input-tokens", default=512, show_default=True, type=click.IntRange(1), help="Of each prompt."),
+    click.option("--output-tokens", default=256, show_default=True, type=click.IntRange(2), help="Of each sequence."),
+    click.option(
+        "--repetitions",
+        default=2,
+        show_default=True,
+        type=click.IntRange(2),
+        help="Of each concurrency; medians are shown.",
+    ),
+    click.option("--save", type=click.Path(path_type=Path), help="Append the JSON line to this file."),
+    click.option("--json", "as_json", is_flag=True, help="Print nothing but the JSON line."),
+)
+
+
+def load_options(command: F) -> F:
+    """Adds what is measured and where its figures go: the same for every bench of a model's decoding."""
+    for option in reversed(LOAD_OPTIONS):
+        command = option(command)
+    return command
 
 
 @click.command()
 @click.argument("model", type=click.Path())
-@click.option(
-    "--concurrency", default=CONCURRENCY, show_default=True, callback=whole_numbers, help="Sequences decoded at a time."
-)
-@click.option("--input-tokens", default=512, show_default=True, type=click.IntRange(1), help="Of each prompt.")
-@click.option("--output-tokens", default=256, show_default=True, type=click.IntRange(2), help="Of each sequence.")
-@click.option(
-    "--repetitions",
-    default=2,
-    show_default=True,
-    type=click.IntRange(2),
-    help="Of each concurrency; medians are shown.",
-)
-@click.option("--save", type=click.Path(path_type=Path), help="Append the JSON line to this file.")
-@click.option("--json", "as_json", is_flag=True, help="Print nothing but the JSON line.")
+@load_options
 @engine_options
 @click.pass_context
 def offline(

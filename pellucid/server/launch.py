@@ -341,6 +341,8 @@ def _startup_lines(context: ServerContext, plan: ExecutionPlan) -> Iterator[str]
     yield f"capacity: {told('max_model_len')}, {pool}, {told('max_num_seqs')}"
     kernels = {d.op: f"{d.op}={d.value} ({d.how})" for d in reversed(plan.decisions) if _is_kernel(d.op)}
     yield f"kernels: {', '.join(reversed(kernels.values()))}; reasons at /plan, or: pellucid explain"
+    if context.encoder.tokenizer is None:
+        yield "no tokenizer: text is refused; /v1/completions takes token ids, and return_token_ids gives them back"
     yield f"parsers: {context.parsers.because}"
     defaults = ", ".join(f"{name}={value}" for name, value in context.defaults.given().items()) or "none of the model's"
     keys = len(context.keys.current())
