@@ -28,6 +28,15 @@ PREFILL_TILES = SharedMemoryModel(
 )
 """The least that a tile takes; more buffers of K and V are taken where the device has room for them."""
 
+DECODE_TILES = SharedMemoryModel(
+    kernel="split MLA decode",
+    phase="decode",
+    itemsize=2,
+    terms=("N*kv_lora_rank", "N*rope", "M*kv_lora_rank", "M*rope", "M*N"),
+    tiles=((16, 16),),
+)
+"""16 heads and one tile of 16 keys, the least; `mla_decode.decode_tile` takes more where there is room."""
+
 TRAITS = BackendTraits(
     name="triton_mla",
     op="attention",
@@ -47,7 +56,7 @@ TRAITS = BackendTraits(
     kv_layouts=frozenset({"latent_row"}),
     compute_dtypes=frozenset({"bf16", "fp16"}),
     packages=(Package("triton"),),
-    shared_memory=(PREFILL_TILES,),
+    shared_memory=(PREFILL_TILES, DECODE_TILES),
     notes="Triton compiles for the device it finds: the limits, not a list of devices, decide.",
 )
 

@@ -103,6 +103,17 @@ class EngineArgs:
         """Names of the fields that were asked for, the model aside."""
         return tuple(f.name for f in fields(self) if f.name != "model" and getattr(self, f.name) is not None)
 
+    def command_line(self) -> tuple[str, ...]:
+        """What was asked for as flags, for another process that takes them."""
+        words: list[str] = []
+        for name in self.asked():
+            value = getattr(self, name)
+            if isinstance(value, bool):
+                words.append(flag_name(name if value else f"no_{name}"))
+            else:
+                words += [flag_name(name), str(value)]
+        return tuple(words)
+
 
 _NOUNS = {str: "a text", int: "an integer", float: "a number", bool: "true or false"}
 

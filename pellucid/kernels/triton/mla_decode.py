@@ -11,6 +11,7 @@ rows and never on contexts, so that a captured graph serves every context.
 from __future__ import annotations
 
 import math
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -18,6 +19,7 @@ import triton
 import triton.language as tl
 
 from pellucid.core import PlanError
+from pellucid.kernels.device import DeviceLimits, device_limits
 from pellucid.kernels.triton.chain import fetch_to_l2
 from pellucid.kernels.triton.row_ops import wait_for_input
 
@@ -26,13 +28,6 @@ SPLIT_KEYS = 64
 
 WGMMA_SM = frozenset({90})
 """Where 64 heads a program fit: 216 KB of shared memory, and tensor cores that read keys from there."""
-
-WIDE_SM = frozenset({80, 90, 100})
-"""Where a block can have the 110 KB of shared memory that 32 heads take."""
-
-
-WIDEST_SM = frozenset({90, 100, 103})
-"""Where it can have 168 KB: three tiles of 64 keys in flight, for steps of too few rows to fill the device."""
 
 
 class AbsorbTile(NamedTuple):
@@ -67,21 +62,31 @@ def absorb_tile(rows: int, heads: int) -> AbsorbTile:
     return AbsorbTile(min(triton.next_power_of_2(rows), 64), 64 if heads <= 32 else 128)
 
 
-def decode_tile(rows: int, heads: int, page: int, sm: int) -> DecodeTile:
-    """As many heads a program as registers and shared memory of the device hold beside two tiles of keys.
+def decode_tile(rows: int, heads: int, page: int, width: int, limits: DeviceLimits) -> DecodeTile:
+    """As many heads and keys a program as the device's shared memory holds; `width` is kv_lora_rank + rope.
 
-    `sm` is the compute capability, 90 for 9.0. Of 16 heads, two programs share a multiprocessor of 227 KB.
+    Of 16 heads, two programs share a multiprocessor of 227 KB.
     """
     split_keys = SPLIT_KEYS if rows > 1 else SPLIT_KEYS // 2
-    if heads > 32 and sm in WGMMA_SM:
+    if heads > 32 and limits.sm in WGMMA_SM:
         block_n = math.gcd(page, 64)
         return DecodeTile(64, block_n, SPLIT_KEYS, 8, 2 if block_n == 64 else 3)
-    if heads <= 16 and rows <= 16 and page % 64 == 0 and sm in WIDEST_SM:
-        return DecodeTile(16, 64, SPLIT_KEYS, 8, 3)
     block_n = math.gcd(page, 32)
-    if heads > 16 and sm in WIDE_SM:
-        return DecodeTile(32, block_n, split_keys, 8, 3)
-    return DecodeTile(16, block_n, split_keys, 4, 3 if block_n == 32 else 5)
+    tiles = [
+        DecodeTile(16, block_n, split_keys, 4, 3 if block_n == 32 else 5),
+        DecodeTile(16, math.gcd(page, 16), split_keys, 4, 2),
+    ]
+    if heads > 16:
+        tiles.insert(0, DecodeTile(32, block_n, split_keys, 8, 3))
+    elif rows <= 16 and page % 64 == 0:
+        # Three tiles of 64 keys in flight, for steps of too few rows to fill the device.
+        tiles.insert(0, DecodeTile(16, 64, SPLIT_KEYS, 8, 3))
+    return next((tile for tile in tiles if tile_bytes(tile, width) <= limits.shared_memory), tiles[-1])
+
+
+def tile_bytes(tile: DecodeTile, width: int) -> int:
+    """Shared memory of a program of 16 or 32 heads: tiles of keys on their way, queries, and the weights of keys."""
+    return 2 * ((tile.stages - 1) * tile.block_n * width + tile.block_h * width + tile.block_h * tile.block_n)
 
 
 def project_tile(rows: int, heads: int, v_head_dim: int) -> ProjectTile:
@@ -305,7 +310,7 @@ def split_decode(
     """
     rows, heads, width = q_latent.shape
     page, splits = latent.shape[1], partial.shape[1]
-    tile = tile or decode_tile(rows, heads, page, _sm(q_latent.device))
+    tile = tile or decode_tile(rows, heads, page, width, _limits(q_latent.device))
     if tile.block_n < 16 or page % tile.block_n or tile.split_keys % tile.block_n:
         raise PlanError(f"MLA decode in tiles of {tile.block_n} keys of pages of {page}; use a page size of 64")
     _split_decode[(triton.cdiv(heads, tile.block_h), splits, rows)](
@@ -318,12 +323,10 @@ def split_decode(
     )  # fmt: skip
 
 
-def _sm(device: torch.device) -> int:
-    """Compute capability as one number; 0 for the interpreter's CPU."""
-    if device.type != "cuda":
-        return 0
-    major, minor = torch.cuda.get_device_capability(device)
-    return 10 * major + minor
+@cache
+def _limits(device: torch.device) -> DeviceLimits:
+    """The interpreter's CPU stands for the smallest device."""
+    return device_limits(device) if device.type == "cuda" else DeviceLimits(0, 1, 101_376)
 
 
 @triton.jit

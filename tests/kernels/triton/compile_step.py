@@ -126,7 +126,7 @@ def main(config: str, sm: int, shared_memory: int, kernels: str, rows: list[int]
     fused = FusedDecoder(decoder, pool, state, ring, 2048, DeviceLimits(sm, 132, shared_memory))
     compiled = Compiled(sm, kernels)
     JITFunction.run = lambda kernel, *args, **given: compiled.run(kernel, *args, **given)
-    mla_decode._sm = lambda device: sm
+    mla_decode._limits = lambda device: DeviceLimits(sm, 132, shared_memory)
     for count in rows:
         compiled.rows = count
         fused.step(count)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from pellucid.kernels.device import DeviceLimits
 from tests.kernels.triton.attention_cases import ScatteredCache, attend, check_close, normal, poisoned, rope_table
 
 
@@ -204,6 +205,12 @@ def test_the_three_launches_are_one_attention(ops, device, dtype):
         check_close(out[row], attend(query[None], keys, values, scale)[0].flatten())
 
 
+KILOBYTES = {75: 64, 80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 103: 227, 120: 99}
+"""Shared memory that a block may ask for (CUDA C++ Programming Guide, table of technical specifications)."""
+
+DEVICES = [DeviceLimits(sm, 132, 1024 * size) for sm, size in KILOBYTES.items()]
+
+
 @pytest.mark.parametrize("heads", [1, 16, 17, 64, 128])
 @pytest.mark.parametrize("sm_count", [46, 132])
 def test_splits_fill_the_multiprocessors_once_and_never_hold_too_few_keys(ops, heads, sm_count):
@@ -211,19 +218,20 @@ def test_splits_fill_the_multiprocessors_once_and_never_hold_too_few_keys(ops, h
         for max_context in (1, 64, 65, 4096, 131072):
             splits = ops.splits_for(rows, heads, sm_count, max_context)
             assert 1 <= splits <= max(1, -(-max_context // ops.SPLIT_KEYS))
-            for sm in (80, 86, 90, 120):
-                tile = ops.decode_tile(rows, heads, 64, sm)
+            for limits in DEVICES:
+                tile = ops.decode_tile(rows, heads, 64, 576, limits)
                 resident = sm_count if tile.block_h == 64 else 2 * sm_count
                 programs = rows * splits * -(-heads // max(tile.block_h, 16))
                 assert splits == 1 or programs <= max(resident, 4 * sm_count)
 
 
 @pytest.mark.parametrize("page", [16, 32, 48, 64, 128])
-@pytest.mark.parametrize("sm", [80, 86, 89, 90, 100, 120])
-def test_tiles_of_keys_divide_pages_and_splits(ops, page, sm):
+@pytest.mark.parametrize("limits", DEVICES, ids=lambda limits: str(limits.sm))
+def test_tiles_of_keys_divide_pages_and_splits_and_fit_the_device(ops, page, limits):
     for heads in (1, 16, 24, 64, 128):
         for rows in (1, 2, 128):
-            tile = ops.decode_tile(rows, heads, page, sm)
+            tile = ops.decode_tile(rows, heads, page, 576, limits)
+            assert tile.block_h == 64 or ops.tile_bytes(tile, 576) <= limits.shared_memory
             assert page % tile.block_n == 0
             assert tile.split_keys % tile.block_n == 0
             assert tile.block_h >= 16
