@@ -35,7 +35,7 @@ DECODE_TILES = SharedMemoryModel(
     terms=("N*kv_lora_rank", "N*rope", "M*kv_lora_rank", "M*rope", "M*N"),
     tiles=((16, 16),),
 )
-"""16 heads and one tile of 16 keys, the least; `mla_decode.decode_tile` takes more where there is room."""
+"""16 heads and one tile of 16 keys, the least; `mla_tiles.decode_tile` takes more where there is room."""
 
 TRAITS = BackendTraits(
     name="triton_mla",
@@ -101,7 +101,8 @@ class TritonMLA:
         import torch
 
         from pellucid.kernels.triton.gqa_decode import combine
-        from pellucid.kernels.triton.mla_decode import split_decode, splits_for
+        from pellucid.kernels.triton.mla_decode import split_decode
+        from pellucid.kernels.triton.mla_tiles import splits_for
 
         rows, heads = q.shape[:2]
         table = metadata.page_table

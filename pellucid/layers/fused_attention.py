@@ -29,7 +29,7 @@ class FusedMLA:
         """step.x += attention(norm(step.x))."""
         import torch
 
-        from pellucid.kernels.triton import mla_decode
+        from pellucid.kernels.triton import mla_decode, mla_tiles
 
         layer, traits, rows = self.layer, self.layer.traits, step.rows
         heads, rank, width = traits.num_heads, traits.kv_lora_rank, traits.latent_head_size
@@ -48,7 +48,7 @@ class FusedMLA:
             q, kv, layer.kv_a_norm.weight, layer.kv_a_norm.eps, per_head(layer.absorb_key), layer.rotary.table,
             layer.rotary.interleaved, latent, table, step.sequence, step.context, q_latent, pdl=step.pdl,
         )  # fmt: skip
-        splits = mla_decode.splits_for(rows, heads, step.limits.sm_count, step.max_context)
+        splits = mla_tiles.splits_for(rows, heads, step.limits.sm_count, step.max_context)
         partial = step.scratch("partial", rows, splits, heads, rank, dtype=torch.float32)
         lse = step.scratch("lse", rows, splits, heads, dtype=torch.float32)
         mla_decode.split_decode(

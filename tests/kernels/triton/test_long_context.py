@@ -43,14 +43,14 @@ def test_grouped_query_decode(device: torch.device, dtype: torch.dtype) -> None:
 
 
 def test_latent_decode(device: torch.device, dtype: torch.dtype) -> None:
-    from pellucid.kernels.triton import mla_decode
+    from pellucid.kernels.triton import mla_decode, mla_tiles
 
     heads, rank, rope, v_dim = 16, 512, 64, 128
     contexts, sequence, context = _rows(device)
     cache = ScatteredCache(contexts, 64, rank + rope, device, dtype)
     q = normal(2, heads, rank + rope, seed=2, device=device, dtype=dtype)
     value_up = normal(heads, v_dim, rank, seed=3, device=device, dtype=dtype)
-    splits = mla_decode.splits_for(2, heads, 132, 131_072)
+    splits = mla_tiles.splits_for(2, heads, 132, 131_072)
     partial = torch.full((2, splits, heads, rank), float("nan"), device=device)
     lse = torch.full((2, splits, heads), float("nan"), device=device)
     out = torch.full((2, heads * v_dim), float("nan"), device=device, dtype=dtype)

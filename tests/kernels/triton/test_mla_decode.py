@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from pellucid.kernels.device import DeviceLimits
+from pellucid.kernels.triton import mla_tiles
 from tests.kernels.triton.attention_cases import ScatteredCache, attend, check_close, normal, poisoned, rope_table
 
 
@@ -53,7 +54,7 @@ def test_queries_are_absorbed_and_rotated_and_the_latent_row_is_normed_rotated_a
     table = rope_table(64, rope, device)
     out = normal(rows + 1, heads, rank + rope, seed=4, device=device, dtype=dtype)
     q_latent, after = poisoned(out)[:rows], out[rows:].clone()
-    tile = block and ops.absorb_tile(rows, heads)._replace(block_c=block)
+    tile = block and mla_tiles.absorb_tile(rows, heads)._replace(block_c=block)
 
     ops.absorb_rope_write(
         q, kv, kv_norm, 1e-5, absorb, table, interleaved, latent, cache.page_table,
@@ -107,7 +108,7 @@ def test_merged_splits_are_attention_over_the_pages(ops, device, dtype, heads, r
     rows = [(0, 1), (1, lengths[1]), (2, 129), (2, 130), (0, 0), (3, 64)]
     q = normal(len(rows), heads, rank + rope, seed=5, device=device, dtype=dtype)
 
-    partial, lse = _decode(ops, q, cache, rows, splits, 0.2, rank, tile and ops.DecodeTile(*tile))
+    partial, lse = _decode(ops, q, cache, rows, splits, 0.2, rank, tile and mla_tiles.DecodeTile(*tile))
 
     assert (lse[4] == float("-inf")).all()
     for row, (sequence, context) in enumerate(rows):
@@ -158,7 +159,7 @@ def test_splits_are_merged_and_projected_by_head(ops, device, dtype, rows, heads
     value_up = normal(heads, v, rank, seed=9, device=device, dtype=dtype) / rank**0.5
     wide = torch.full((rows, heads * v + 4), float("nan"), dtype=dtype, device=device)
 
-    ops.combine_project(partial, lse, value_up, wide[:, :-4], tile=tile and ops.ProjectTile(*tile))
+    ops.combine_project(partial, lse, value_up, wide[:, :-4], tile=tile and mla_tiles.ProjectTile(*tile))
 
     shares = lse.double().cpu().softmax(1).nan_to_num(0.0)  # all -inf: 0/0
     merged = (shares[..., None] * partial.double().cpu().nan_to_num(0.0)).sum(1)
@@ -180,7 +181,7 @@ def test_the_three_launches_are_one_attention(ops, device, dtype):
     key_up = normal(heads, nope, rank, seed=3, device=device, dtype=dtype) / rank**0.5
     value_up = normal(heads, v, rank, seed=4, device=device, dtype=dtype) / rank**0.5
     where = (cache.page_table, _int32([0, 1], device), _int32(lengths, device))
-    splits = ops.splits_for(rows, heads, 132, 256)
+    splits = mla_tiles.splits_for(rows, heads, 132, 256)
     q_latent = torch.full((rows, heads, rank + rope), float("nan"), dtype=dtype, device=device)
     partial = torch.full((rows, splits, heads, rank), float("nan"), device=device)
     lse = torch.full((rows, splits, heads), float("nan"), device=device)
@@ -216,10 +217,10 @@ DEVICES = [DeviceLimits(sm, 132, 1024 * size) for sm, size in KILOBYTES.items()]
 def test_splits_fill_the_multiprocessors_once_and_never_hold_too_few_keys(ops, heads, sm_count):
     for rows in (1, 2, 4, 8, 16, 32, 64, 128, 512):
         for max_context in (1, 64, 65, 4096, 131072):
-            splits = ops.splits_for(rows, heads, sm_count, max_context)
-            assert 1 <= splits <= max(1, -(-max_context // ops.SPLIT_KEYS))
+            splits = mla_tiles.splits_for(rows, heads, sm_count, max_context)
+            assert 1 <= splits <= max(1, -(-max_context // mla_tiles.SPLIT_KEYS))
             for limits in DEVICES:
-                tile = ops.decode_tile(rows, heads, 64, 576, limits)
+                tile = mla_tiles.decode_tile(rows, heads, 64, 576, limits)
                 resident = sm_count if tile.block_h == 64 else 2 * sm_count
                 programs = rows * splits * -(-heads // max(tile.block_h, 16))
                 assert splits == 1 or programs <= max(resident, 4 * sm_count)
@@ -230,8 +231,8 @@ def test_splits_fill_the_multiprocessors_once_and_never_hold_too_few_keys(ops, h
 def test_tiles_of_keys_divide_pages_and_splits_and_fit_the_device(ops, page, limits):
     for heads in (1, 16, 24, 64, 128):
         for rows in (1, 2, 128):
-            tile = ops.decode_tile(rows, heads, page, 576, limits)
-            assert tile.block_h == 64 or ops.tile_bytes(tile, 576) <= limits.shared_memory
+            tile = mla_tiles.decode_tile(rows, heads, page, 576, limits)
+            assert tile.block_h == 64 or mla_tiles.tile_bytes(tile, 576) <= limits.shared_memory
             assert page % tile.block_n == 0
             assert tile.split_keys % tile.block_n == 0
             assert tile.block_h >= 16
