@@ -22,7 +22,7 @@ ROWS = {
     "traits": 2, "hardware": 3, "selection": 4, "kernels": 3,
     "quantization": 5, "kvcache": 5,
     "attention": 6, "moe": 6,
-    "layers": 7, "models": 8, "runner": 9, "scheduler": 10, "tokenizer": 11, "engine": 12, "server": 13,
+    "layers": 7, "models": 8, "runner": 9, "scheduler": 10, "tokenizer": 11, "tuning": 11, "engine": 12, "server": 13,
     "bench": 14, "tracer": 14, "cli": 15,
 }  # fmt: skip
 
