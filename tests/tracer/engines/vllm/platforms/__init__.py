@@ -1,0 +1,3 @@
+from vllm.platforms.cuda import CudaPlatform
+
+current_platform = CudaPlatform()
