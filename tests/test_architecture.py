@@ -23,7 +23,7 @@ ROWS = {
     "quantization": 5, "kvcache": 5,
     "attention": 6, "moe": 6,
     "layers": 7, "models": 8, "runner": 9, "scheduler": 10, "tokenizer": 11, "tuning": 11, "engine": 12, "server": 13,
-    "bench": 14, "tracer": 14, "cli": 15,
+    "bench": 14, "tracer": 14, "doctor": 14, "cli": 15,
 }  # fmt: skip
 
 PURE = ("core", "step_plan", "utils", "traits", "hardware", "selection", "scheduler", "tokenizer")

@@ -4,42 +4,101 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from pellucid.cli.engine_options import engine_args, engine_options
-from pellucid.cli.targets import hardware_option, local_path
+from pellucid.cli.targets import hardware_option
+
+if TYPE_CHECKING:
+    from pellucid.cli.plan_sources import Source
 
 
 @click.command()
 @click.argument("model", type=click.Path())
 @hardware_option
 @click.option("--why", metavar="OP@BUCKET", help="One decision in full, such as attention.decode@1 or kv.page_size.")
+@click.option("--diff", "other", metavar="OTHER", help="Compare with another model, machine or stored plan.")
+@click.option("--html", type=click.Path(dir_okay=False, path_type=Path), help="Write the same as a page to this file.")
 @click.option("--json", "as_json", is_flag=True, help="Print the plan itself as JSON.")
 @engine_options
 @click.pass_context
-def explain(ctx: click.Context, /, model: str, hardware: str, why: str | None, as_json: bool, **_: Any) -> None:
+def explain(
+    ctx: click.Context,
+    /,
+    model: str,
+    hardware: str,
+    why: str | None,
+    other: str | None,
+    html: Path | None,
+    as_json: bool,
+    **_: Any,
+) -> None:
     """Show what would run for MODEL (a folder with config.json, or a GGUF file), and why. Needs no GPU and no weights.
 
-    Reads headers only. The plan is the one the engine would run on; what would keep it from starting comes first.
+    Reads headers only. The plan is the one the engine would run on; what would keep it from starting comes first. MODEL
+    may also be a plan that --json, or a server's /plan, has stored.
     """
-    from pellucid.hardware import load_hardware
-    from pellucid.models.checkpoint import Checkpoint
-    from pellucid.selection.explain import find_decision, render, render_decision
-    from pellucid.selection.memory import stored_bytes
-    from pellucid.selection.resolve import resolve
+    if why is not None and (other is not None or html is not None):
+        raise click.UsageError("--why shows one decision; leave out --diff and --html", ctx)
+    from pellucid.cli.plan_sources import open_other, open_source
 
-    checkpoint = Checkpoint.open(local_path(model))
-    report = checkpoint.report()
-    report.require_supported()
-    stored = stored_bytes(checkpoint.tensors, report.traits.num_layers)
-    plan = resolve(engine_args(ctx, model), report.traits, load_hardware(hardware), stored_bytes=stored)
-    if why is not None:
-        decision = find_decision(plan, why)
-        click.echo(json.dumps(asdict(decision), indent=2) if as_json else render_decision(decision))
-    elif as_json:
-        click.echo(json.dumps({**plan.to_json(), "notes": report.notes, "conflicts": report.conflicts}, indent=2))
+    args = engine_args(ctx, model)
+    source = open_source(args, hardware)
+    if other is not None:
+        _diff(source, open_other(source, args, hardware, other), html, as_json)
+    elif why is not None:
+        _why(source, why, as_json)
     else:
-        conflicts = tuple(f"conflict: {line}" for line in report.conflicts)
-        click.echo(render(plan, (*conflicts, *report.notes)))
+        _plan(source, html, as_json)
+
+
+def _plan(source: Source, html: Path | None, as_json: bool) -> None:
+    from pellucid.selection.explain import render
+
+    notes = (*(f"conflict: {line}" for line in source.conflicts), *source.notes)
+    if html is not None:
+        from pellucid.selection.plan_html import plan_html
+
+        _write(html, plan_html(source.plan, notes, source.label))
+    if as_json:
+        values = {**source.plan.to_json(), "notes": source.notes, "conflicts": source.conflicts}
+        click.echo(json.dumps(values, indent=2))
+    elif html is None:
+        click.echo(render(source.plan, notes))
+
+
+def _why(source: Source, why: str, as_json: bool) -> None:
+    from pellucid.selection.explain import render_decision
+    from pellucid.selection.lookup import find_decision
+
+    decision = find_decision(source.plan, why)
+    click.echo(json.dumps(asdict(decision), indent=2) if as_json else render_decision(source.plan, decision))
+
+
+def _diff(source: Source, second: Source, html: Path | None, as_json: bool) -> None:
+    from pellucid.selection.plan_diff import diff_plans, diff_subjects, render_diff
+
+    names = source.label, second.label
+    if source.subject is not None and second.subject is not None:
+        found = diff_subjects(names, source.subject, second.subject)
+    else:
+        found = diff_plans(names, source.plan, second.plan)
+    if html is not None:
+        from pellucid.selection.plan_html import diff_html
+
+        _write(html, diff_html(found))
+    if as_json:
+        click.echo(json.dumps(found.to_json(), indent=2))
+    elif html is None:
+        click.echo(render_diff(found))
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise click.ClickException(f"--html {path}: can't be written: {error.strerror}") from None
+    click.echo(f"wrote {path}", err=True)

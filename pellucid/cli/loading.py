@@ -16,6 +16,13 @@ def load_llm(args: EngineArgs, requires: Literal["ids", "text", "chat"]) -> LLM:
     logging.basicConfig(format="%(message)s", level=logging.INFO)
     status = StatusLine("loading")
     try:
-        return LLM.from_engine(Engine(args, on_progress=status.update, requires=requires))
+        return LLM.from_engine(
+            Engine(
+                args,
+                on_progress=status.update,
+                on_measure=lambda what: status.update(f"measuring {what}"),
+                requires=requires,
+            )
+        )
     finally:
         status.close()

@@ -19,6 +19,9 @@ COMMANDS = {
     "serve": ("pellucid.cli.serve:serve", "Serve a model over HTTP."),
     "bench": ("pellucid.cli.bench:bench", "State the hardware's limit, and measure against it."),
     "profile": ("pellucid.cli.profile:profile", "Show where the time of a decode step goes, by kind of kernel."),
+    "trace": ("pellucid.cli.trace:trace", "Show what SGLang or vLLM would choose, and on which line of their code."),
+    "doctor": ("pellucid.cli.doctor:doctor", "Say whether `serve` would start, and what to do if not."),
+    "tune": ("pellucid.cli.tune:tune", "Measure every choice for a model on this machine, and keep the figures."),
     "explain": ("pellucid.cli.explain:explain", "Show what would run on a machine, and why."),
 }
 """Verb -> where its command is, and its line in `--help`: listing the verbs imports none of them."""

@@ -42,4 +42,7 @@ def local_path(model: str) -> Path:
         return Path(model)
     from pellucid.models.hub import resolve_model
 
-    return resolve_model(model, weights=False)
+    path = resolve_model(model, weights=False)
+    # Only its JSON files were fetched, and the index of the shards would promise what is not here.
+    bare = path.is_dir() and not any(path.glob("*.safetensors")) and (path / "config.json").exists()
+    return path / "config.json" if bare else path

@@ -46,13 +46,14 @@ class Engine:
         hardware: Hardware | None = None,
         capture_layers: Sequence[int] = (),
         on_progress: Callable[[LoadProgress], None] | None = None,
+        on_measure: Callable[[str], None] | None = None,
         debug: DebugModes | None = None,
         requires: Literal["ids", "text", "chat"] = "ids",
     ) -> None:
         self.args = args
         files = open_model(args.model, args.load_format)
         self.path, self.traits, self.notes = files.path, files.traits, files.notes
-        self.plan: ExecutionPlan = make_plan(args, files, hardware)
+        self.plan: ExecutionPlan = make_plan(args, files, hardware, measure=True, on_progress=on_measure)
         self.tokenizer = load_tokenizer(files.checkpoint, args.chat_template)
         check_tokenizer(self.tokenizer, requires, args.model)
         self._encoder = PromptEncoder(self.tokenizer, self.traits.vocab_size, self.traits.eos_token_ids)

@@ -276,7 +276,9 @@ def load(spec: EngineSpec, channel: Channel) -> tuple[Worker, Ready]:
     channel.send(Loading("reading the model's headers"))
     files = open_model(spec.args.model, spec.args.load_format)
     channel.send(Loading("choosing the plan"))
-    plan = make_plan(spec.args, files)
+    plan = make_plan(
+        spec.args, files, measure=True, on_progress=lambda what: channel.send(Loading(f"measuring {what}"))
+    )
     tokenizer = load_tokenizer(files.checkpoint, spec.args.chat_template)
     eos = PromptEncoder(tokenizer, files.traits.vocab_size, files.traits.eos_token_ids).eos_token_ids
 

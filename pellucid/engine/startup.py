@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,6 +29,7 @@ from pellucid.selection.memory import stored_bytes
 from pellucid.selection.plan import ExecutionPlan
 from pellucid.selection.resolve import resolve
 from pellucid.traits.model import ModelTraits
+from pellucid.tuning.start import tune_plan
 
 if TYPE_CHECKING:
     from pellucid.runner.sampler import Constraint
@@ -93,12 +95,34 @@ def _open_synthetic(name: str) -> ModelFiles:
     return ModelFiles(path, checkpoint, traits, (*report.notes, *report.conflicts, *assumed), report.conflicts)
 
 
-def make_plan(args: EngineArgs, files: ModelFiles, hardware: Hardware | None = None) -> ExecutionPlan:
-    """The plan for this machine, or for `hardware`. Raises PlanError for one that can't start."""
-    stored = stored_bytes(files.checkpoint.tensors, files.traits.num_layers)
-    plan = resolve(args, files.traits, hardware or probe(), stored_bytes=stored)
+def make_plan(
+    args: EngineArgs,
+    files: ModelFiles,
+    hardware: Hardware | None = None,
+    *,
+    measure: bool = False,
+    on_progress: Callable[[str], None] | None = None,
+) -> ExecutionPlan:
+    """The plan for this machine, or for `hardware`. Raises PlanError for one that can't start.
+
+    Of this machine it knows what was measured here; with `measure`, what was not is measured now, if the flags let it.
+    """
+    machine = hardware or probe()
+    resolver = partial(
+        resolve,
+        args,
+        files.traits,
+        machine,
+        stored_bytes=stored_bytes(files.checkpoint.tensors, files.traits.num_layers),
+    )
+    plan = resolver()
     plan.check_startable()
-    return plan
+    if hardware is not None:
+        return plan
+    tuned = tune_plan(args, files.traits, machine, resolver, files.checkpoint.tensors, measure, on_progress)
+    for note in tuned.notes:
+        logger.info("%s", note)
+    return tuned.plan
 
 
 def load_worker(

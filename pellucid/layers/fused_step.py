@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 from pellucid.kernels.device import DeviceLimits
 from pellucid.kvcache.pool import KVPool
 from pellucid.layers.linear import Linear
+from pellucid.layers.projection_tiles import Projection
 from pellucid.quantization.base import HeadwiseKernel
 
 if TYPE_CHECKING:
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
     from pellucid.kernels.triton.linear import LinearTile
     from pellucid.kernels.triton.rows_linear import RowsTile
+    from pellucid.layers.projection_tiles import Tiles
 
     Scratch = Callable[..., torch.Tensor]
 
@@ -49,6 +51,8 @@ class FusedStep:
     scratch: Scratch
     max_context: int
     limits: DeviceLimits
+    tiles: Tiles = field(default_factory=dict)
+    """Measured ones, of any step; other projections take their default."""
 
     @property
     def pdl(self) -> bool:
@@ -78,11 +82,11 @@ class FusedStep:
         from pellucid.kernels.triton.rows_linear import parts_size, rows_linear
 
         n, k = weight.shape
-        if norm is not None and self.rows > FUSED_NORM_ROWS:
+        tile = self._tile(n, k, activation is not None)
+        if norm is not None and (self.rows > FUSED_NORM_ROWS or not isinstance(tile, LinearTile)):
             normed = self.scratch("normed", self.rows, k)
             rms_norm(x, norm, eps, normed, pdl=self.pdl)
             x, norm = normed, None
-        tile = projection_tile(n, k, self.rows, activation is not None, self.limits)
         if isinstance(tile, LinearTile):
             small_linear(
                 x, weight, out, norm=norm, eps=eps, bias=bias, activation=activation, residual=residual, pdl=self.pdl,
@@ -97,6 +101,10 @@ class FusedStep:
             )  # fmt: skip
         else:
             self._library_project(x, weight, out, bias, activation, residual)
+
+    def _tile(self, weight_rows: int, k: int, pair: bool) -> LinearTile | RowsTile | None:
+        key = Projection(weight_rows, k, pair), self.rows
+        return self.tiles[key] if key in self.tiles else projection_tile(weight_rows, k, self.rows, pair, self.limits)
 
     def _library_project(
         self,

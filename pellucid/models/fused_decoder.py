@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from pellucid.kernels.triton.sampling import SlotSampling
     from pellucid.kernels.triton.token_filters import FilterSpace
     from pellucid.layers.fused_step import Scratch
+    from pellucid.layers.projection_tiles import Tiles
 
 
 class SequenceState(Protocol):
@@ -57,6 +58,7 @@ class FusedDecoder:
     """`step(rows)` computes the first `rows` of `state.row_slots`, and samples.
 
     The logits of the last step of a bucket stay in `logits(rows)`, for rows that the host samples.
+    `tiles`: measured ones of its projections.
     """
 
     def __init__(
@@ -67,9 +69,10 @@ class FusedDecoder:
         ring: TokenRing,
         max_context: int,
         limits: DeviceLimits,
+        tiles: Tiles | None = None,
     ) -> None:
         self._decoder, self._pool, self._state, self._ring = decoder, pool, state, ring
-        self._max_context, self._limits = max_context, limits
+        self._max_context, self._limits, self._tiles = max_context, limits, tiles or {}
         self._pdl = limits.pdl
         self._device, self._dtype = decoder.norm.weight.device, decoder.norm.weight.dtype
         self._halves = [half for layer in decoder.layers for half in _fused(layer)]
@@ -189,6 +192,7 @@ class FusedDecoder:
                 scratch,
                 self._max_context,
                 self._limits,
+                self._tiles,
             )
         return self._steps[rows]
 

@@ -11,11 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from pellucid.core import PellucidError, Request
 from pellucid.kernels.device import device_limits
 from pellucid.kvcache.pool import KVPool
+from pellucid.layers.projection_tiles import plan_tiles
 from pellucid.models.decoder import Decoder
 from pellucid.models.fused_decoder import FusedDecoder, TokenRing
 from pellucid.models.weights import ProgressCallback
@@ -32,6 +34,8 @@ from pellucid.traits.tensors import TensorIndex
 
 if TYPE_CHECKING:
     import torch
+
+    from pellucid.layers.projection_tiles import Tiles
 
 RING = 8
 """Samplings whose tokens are kept: two steps in flight, each of a decode part and a prefill part, and as many again."""
@@ -60,7 +64,10 @@ class LaunchedStep:
 
 
 class GPURunner:
-    """`Runner` over the weights, the pool and the requests of a `ModelRunner`. Graphs are captured at the start."""
+    """`Runner` over the weights, the pool and the requests of a `ModelRunner`. Graphs are captured at the start.
+
+    `buckets`: of decode rows, that steps are prepared for; all that the plan may need, unless given for a measurement.
+    """
 
     def __init__(
         self,
@@ -69,21 +76,25 @@ class GPURunner:
         plan: ExecutionPlan,
         capture: Sequence[int] = (),
         on_progress: ProgressCallback | None = None,
+        buckets: Sequence[int] | None = None,
     ) -> None:
         import torch
 
         self._layered = layered = ModelRunner(traits, tensors, plan, capture, on_progress)
         self.plan, self.traits, self.device = plan, traits, layered.device
-        buckets = buckets_up_to(plan.max_num_seqs)
+        most = bucket(plan.max_num_seqs)
         pages = -(-plan.max_model_len // plan.page_size) + 1
-        self._state = DeviceState(plan.max_num_seqs, buckets[-1], pages, self.device)
+        self._state = DeviceState(plan.max_num_seqs, most, pages, self.device)
         # The device writes it, the host reads it: pinned, so that both see the same memory.
-        tokens = torch.zeros(RING, buckets[-1], dtype=torch.int32, pin_memory=True)
+        tokens = torch.zeros(RING, most, dtype=torch.int32, pin_memory=True)
         ring = TokenRing(tokens, torch.zeros(1, dtype=torch.int64, device=self.device))
         self._ring, self._ring_step = tokens, ring.step
         self._line = 0
-        limits = device_limits(self.device)
-        self.fused = FusedDecoder(layered.model, layered.pool, self._state, ring, plan.max_model_len, limits)
+        self._make_fused = partial(
+            FusedDecoder, layered.model, layered.pool, self._state, ring, plan.max_model_len, device_limits(self.device)
+        )
+        self.fused = self._make_fused(plan_tiles(plan))
+        buckets = buckets_up_to(plan.max_num_seqs) if buckets is None else buckets
         with torch.inference_mode():
             for rows in buckets:
                 # Twice: kernels are compiled and buffers made in the first, and the second must find them made.
@@ -91,11 +102,20 @@ class GPURunner:
                 self.fused.step(rows)
             for rows in (1, 2, 16):
                 # Prompts are sampled apart: of one row, of several, of a multiple of 16, which are compiled each.
-                logits = torch.zeros(min(rows, buckets[-1]), traits.vocab_size, device=self.device)
+                logits = torch.zeros(min(rows, most), traits.vocab_size, device=self.device)
                 self.fused.sample(logits, torch.full_like(logits[:, 0], self._state.scratch_slot, dtype=torch.int32))
             torch.cuda.synchronize(self.device)
             self._graphs = CudaGraphs(self.fused.step, buckets) if plan.cuda_graphs else None
             ring.step.zero_()
+
+    @property
+    def layered(self) -> ModelRunner:
+        """What computes prompts."""
+        return self._layered
+
+    def fused_with(self, tiles: Tiles) -> FusedDecoder:
+        """Another fused decoder over the same weights and state, with these tiles: for measurements."""
+        return self._make_fused(tiles)
 
     @property
     def model(self) -> Decoder:

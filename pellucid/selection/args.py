@@ -26,6 +26,10 @@ SYNTHETIC = "synthetic"
 """The load format that reads no weights."""
 
 
+MEASURE_MODES = ("off", "cached", "full")
+"""`cached`, the default, measures once and reads what it found from then on."""
+
+
 def short_dtype(name: str) -> str:
     """`bfloat16` and `torch.bfloat16` as `bf16`. Raises PlanError for a name that is no dtype."""
     short = DTYPES.get(name.removeprefix("torch."))
@@ -72,6 +76,10 @@ class EngineArgs:
     batch_invariant: bool | None = _flag(bool, "Results that do not depend on what a request is batched with.")
     threads: int | None = _flag(int, "CPU threads of the kernels.")
     seed: int | None = _flag(int, "Seed of requests that bring none.")
+    measure: str | None = _flag(
+        str, "Choose by speed measured on this GPU: not, where it was not measured before, or anew.", *MEASURE_MODES
+    )
+    measure_seconds: int | None = _flag(int, "Most seconds that measuring may take at a start.")
 
     def __post_init__(self) -> None:
         for flag in fields(self):
@@ -85,6 +93,8 @@ class EngineArgs:
             raise PlanError(f"--device {self.device}: known are cpu and cuda")
         if self.decode_path not in (None, "fused", "layered"):
             raise PlanError(f"--decode-path {self.decode_path}: known are fused and layered")
+        if self.measure not in (None, *MEASURE_MODES):
+            raise PlanError(f"--measure {self.measure}: known are {', '.join(MEASURE_MODES)}")
         if self.load_format not in (None, "auto", SYNTHETIC):
             raise PlanError(f"--load-format {self.load_format}: known are auto and {SYNTHETIC}")
         for name in _POSITIVE:
@@ -119,7 +129,7 @@ _NOUNS = {str: "a text", int: "an integer", float: "a number", bool: "true or fa
 
 _POSITIVE = (
     *("tensor_parallel_size", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size"),
-    *("num_kv_pages", "threads"),
+    *("num_kv_pages", "threads", "measure_seconds"),
 )
 
 

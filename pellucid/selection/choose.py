@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from pellucid.selection.evidence import Evidence, Measurement, fastest, is_tie
 from pellucid.selection.misfits import Need, misfits, notes
-from pellucid.selection.plan import Decision, How, Rejection
+from pellucid.selection.plan import Decision, How, Measured, Rejection
 from pellucid.traits.backend import BackendTraits, Op
 from pellucid.traits.misfit import Misfit
 
@@ -70,6 +70,8 @@ def decide(slot: Slot, bucket: int, candidates: Sequence[Candidate], evidence: E
     """The decision for one bucket. Its value is None when no candidate runs."""
     fitting = [c.name for c in candidates if c.fits]
     taken = pick(slot, bucket, fitting, evidence)
+    measured = _measured(slot, bucket, fitting, evidence)
+    results = tuple(Measured.of(name, measured[name]) for name in fitting if name in measured)
     if taken is None:
         nearest = min(candidates, key=lambda c: c.nearness, default=None)
         verdict = "this version has nothing for it"
@@ -78,8 +80,7 @@ def decide(slot: Slot, bucket: int, candidates: Sequence[Candidate], evidence: E
                 f"nothing in this version runs it; nearest is {nearest.name}: {'; '.join(map(str, nearest.misfits))}"
             )
         rejected = tuple(Rejection(c.name, c.misfits, c.notes) for c in candidates)
-        return Decision(slot.name, bucket, None, "forced by traits", (slot.traits, verdict), rejected)
-    measured = _measured(slot, bucket, fitting, evidence)
+        return Decision(slot.name, bucket, None, "forced by traits", (slot.traits, verdict), rejected, results)
     how, verdict = _verdict(slot, taken, fitting, measured)
     chosen = next(c for c in candidates if c.name == taken)
     because = tuple(line for line in (slot.traits, verdict, slot.aside, *chosen.notes) if line)
@@ -88,7 +89,7 @@ def decide(slot: Slot, bucket: int, candidates: Sequence[Candidate], evidence: E
         for c in candidates
         if c.name != taken
     )
-    return Decision(slot.name, bucket, taken, how, because, rejected)
+    return Decision(slot.name, bucket, taken, how, because, rejected, results)
 
 
 def _verdict(slot: Slot, taken: str, fitting: Sequence[str], measured: dict[str, Measurement]) -> tuple[How, str]:

@@ -1,4 +1,4 @@
-"""Measured results and the tie rule. `tuning` will fill an `Evidence`; `choose` reads it; empty means not measured."""
+"""Measured results and the tie rule. `tuning` fills an `Evidence`; `choose` reads it; empty means not measured."""
 
 from __future__ import annotations
 

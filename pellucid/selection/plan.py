@@ -5,12 +5,14 @@ The engine runs on the object that `explain` prints: nothing is computed again f
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, TypeVar, get_args
 
 from pellucid.core import PlanError
 from pellucid.selection.bucket import bucket
+from pellucid.selection.evidence import Measurement
 from pellucid.traits.misfit import Misfit
 
 How = Literal["asked", "forced by traits", "measured", "default"]
@@ -39,10 +41,32 @@ class Rejection:
 
 
 @dataclass(frozen=True, slots=True)
+class Measured:
+    """What was measured of one candidate that fits, as in `Measurement`; no seconds where a wrong one was not timed."""
+
+    candidate: str
+    seconds: float | None
+    error: float
+    right: bool = True
+    detail: str = ""
+
+    @classmethod
+    def of(cls, candidate: str, found: Measurement) -> Measured:
+        # JSON has no infinity.
+        seconds = found.seconds if math.isfinite(found.seconds) else None
+        return cls(candidate, seconds, found.error, found.right, found.detail)
+
+    @property
+    def result(self) -> Measurement:
+        return Measurement(math.inf if self.seconds is None else self.seconds, self.error, self.right, self.detail)
+
+
+@dataclass(frozen=True, slots=True)
 class Decision:
     """One choice. `bucket` is the largest token count it holds for, None when it holds for every step.
 
-    `value` is None when nothing this version has can do it; the plan's `blockers` then say so.
+    `value` is None when nothing this version has can do it; the plan's `blockers` then say so. `measured` holds every
+    result that the choice was made from, in the fixed order of the candidates.
     """
 
     op: str
@@ -51,6 +75,7 @@ class Decision:
     how: How
     because: tuple[str, ...]
     rejected: tuple[Rejection, ...] = ()
+    measured: tuple[Measured, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.because:
@@ -244,4 +269,6 @@ def _decision(values: Mapping[str, Any]) -> Decision:
         Rejection(r["candidate"], tuple(Misfit(**m) for m in r["misfits"]), tuple(r["notes"]))
         for r in values["rejected"]
     )
-    return Decision(**{**values, "because": tuple(values["because"]), "rejected": rejected})
+    # Plans stored before anything was measured have no such field.
+    measured = tuple(Measured(**m) for m in values.get("measured", ()))
+    return Decision(**{**values, "because": tuple(values["because"]), "rejected": rejected, "measured": measured})

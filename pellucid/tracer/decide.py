@@ -30,8 +30,13 @@ class _Recorded:
     carried: bool
 
 
-def decide(outcome: Raw, evidencing: Evidencing) -> tuple[tuple[Decision, ...], tuple[str, ...]]:
-    """The decisions of one run in the order in which they are shown, and notes on what is not certain."""
+def decide(
+    outcome: Raw, evidencing: Evidencing, flags: Sequence[str] = ()
+) -> tuple[tuple[Decision, ...], tuple[str, ...]]:
+    """The decisions of one run in the order in which they are shown, and notes on what is not certain.
+
+    `flags` are the user's, as words: a line that gives a field what its own flag says has decided nothing.
+    """
     values, defaults = outcome.get("values", {}), outcome.get("defaults", {})
     owners = {*outcome.get("owners", ()), None}
     histories: dict[str, list[_Recorded]] = defaultdict(list)
@@ -51,21 +56,25 @@ def decide(outcome: Raw, evidencing: Evidencing) -> tuple[tuple[Decision, ...], 
         what = f"{unset[0]} is still unset" if unset else "no line was seen to set a field"
         note = f"{what} in the finished configuration: this version resolves it where the tracer does not reach"
         return _unfinished(histories, values), (note,)
-    found = [_decision(name, value, histories.get(name, ()), outcome) for name, value in values.items()]
+    found = [_decision(name, value, histories.get(name, ()), outcome, flags) for name, value in values.items()]
     decisions = [decision for decision, _ in found]
     return (*decisions, *_layers(outcome, recorded)), tuple(note for _, note in found if note is not None)
 
 
-def _decision(name: str, value: Any, history: Sequence[_Recorded], outcome: Raw) -> tuple[Decision, str | None]:
-    given, default = name in outcome["given"], outcome["defaults"].get(name)
+def _decision(
+    name: str, value: Any, history: Sequence[_Recorded], outcome: Raw, flags: Sequence[str]
+) -> tuple[Decision, str | None]:
+    # Some versions' parsers hand on a flag in a way of their own; its spelling is the field's.
+    given = name in outcome["given"] or f"--{name.replace('_', '-')}" in {word.partition("=")[0] for word in flags}
+    default = outcome["defaults"].get(name)
     giving = [index for index, one in enumerate(history) if one.made.value == value]
     if giving:
         last = max((index for index in giving if not history[index].carried), default=giving[-1])
         kept = tuple(one.made for index, one in enumerate(history[: last + 1]) if index == last or not one.carried)
-        how: How = "flag" if given and len(kept) == 1 and not kept[0].guards else "forced"
         deciding = history[last]
+        how: How = "flag" if given and _says(value, flags) else "forced"
         return Decision(name, value, how, deciding.level, kept, evidence_of(deciding.made), deciding.taint), None
-    if not history and (given or value == default):
+    if (given and _says(value, flags)) or (not history and (given or value == default)):
         return Decision(name, value, "flag" if given else "default", "configuration"), None
     if history and value == default and not given:
         lines = ", ".join(str(one.made.site) for one in history[-2:])
@@ -73,6 +82,11 @@ def _decision(name: str, value: Any, history: Sequence[_Recorded], outcome: Raw)
         return Decision(name, None, "unknown", "configuration", tuple(one.made for one in history)), note
     note = f"{name}: the value is the engine's own, but no recorded line gave it"
     return Decision(name, value, "forced", "configuration"), note
+
+
+def _says(value: Any, flags: Sequence[str]) -> bool:
+    """Whether one of the user's words is this value: `TRITON_MLA` is `AttentionBackendEnum.TRITON_MLA`."""
+    return str(value).rpartition(".")[2].lower() in {word.rpartition("=")[2].lower() for word in flags}
 
 
 def _unfinished(histories: Mapping[str, Sequence[_Recorded]], names: Iterable[str]) -> tuple[Decision, ...]:

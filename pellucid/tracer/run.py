@@ -151,7 +151,7 @@ def _trace(
     config = _config(request)
     fields = frozenset(outcome.get("defaults", {})) | frozenset(outcome.get("values", {}))
     evidencing = Evidencing(fields, config_keys(config))
-    decisions, doubts = decide(outcome, evidencing)
+    decisions, doubts = decide(outcome, evidencing, request.flags)
     if not decisions and refusal is not None and refusal.ours:
         decisions, doubts = _from_source(request, refusal)
     else:

@@ -6,6 +6,7 @@ import copy
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
@@ -240,3 +241,114 @@ def test_the_module_runs_as_a_program(tmp_path):
 
 def test_why_without_a_bucket_shows_the_smallest(kimi):
     assert explain(kimi, "--hardware", "h200", "--why", "moe") == explain(kimi, "--hardware", "h200", "--why", "moe@1")
+
+
+def v3_like():
+    """A sibling: 128 heads, fp8 experts."""
+    config = {**lifted(), "num_attention_heads": 128, "num_key_value_heads": 128}
+    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128], "fmt": "e4m3"}
+    return config
+
+
+def test_diff_of_two_models_names_the_trait_that_changes_the_kernel(kimi, tmp_path):
+    other = folder(tmp_path / "v3", v3_like())
+    lines = explain(kimi, "--hardware", "b200x8-nvlink", "--diff", other).splitlines()
+    assert lines[:2] == ["A  kimi on b200x8-nvlink", "B  v3 on b200x8-nvlink"]
+    assert lines[2] == "what differs, and what it changes"
+    experts = "  weights.routed_experts  int4 group 32 symmetric | fp8 block 128x128"
+    assert any(line.startswith(experts) for line in lines)
+
+
+def test_diff_of_two_machines_needs_only_the_name_of_the_other(kimi):
+    text = explain(kimi, "--hardware", "b200x8-nvlink", "--diff", "rtx-pro-6000x8-pcie")
+    assert "compute capability  10.0" in text
+    assert "trtllm_mla for attention.prefill, attention.decode  (by compute capability)" in text
+
+
+def test_diff_of_a_renamed_model_is_one_line(kimi, tmp_path):
+    other = folder(tmp_path / "renamed", renamed())
+    text = explain(kimi, "--hardware", "h200", "--diff", other)
+    assert text.startswith("equal plans: ") and text.count("\n") == 1
+    assert json.loads(explain(kimi, "--hardware", "h200", "--diff", other, "--json"))["equal"] is True
+
+
+def test_stored_plans_can_be_shown_and_compared_with_each_other_and_with_a_model(kimi, tmp_path):
+    for where in ("h200", "b200x8-nvlink"):
+        (tmp_path / f"{where}.json").write_text(explain(kimi, "--hardware", where, "--json"))
+    first, second = (str(tmp_path / f"{where}.json") for where in ("h200", "b200x8-nvlink"))
+    assert explain(first) == explain(kimi, "--hardware", "h200")
+    text = explain(first, "--diff", second)
+    assert "A  h200.json" in text and "tensor_parallel_size" in text
+    assert explain(first, "--diff", kimi, "--hardware", "h200").startswith("equal plans: ")
+    served = tmp_path / "served.json"
+    served.write_text(json.dumps({"plan": json.loads(Path(first).read_text()), "notes": []}))
+    assert explain(first, "--diff", str(served)).startswith("equal plans: ")
+
+
+def test_html_is_one_file_with_the_same_content(kimi, tmp_path):
+    page = tmp_path / "plan.html"
+    assert explain(kimi, "--hardware", "rtx-pro-6000x8-pcie", "--html", str(page)).startswith("wrote ")
+    text = page.read_text()
+    assert text.startswith("<!doctype html>") and "attention.decode@1..256" in text and "triton_mla" in text
+    explain(kimi, "--hardware", "rtx-pro-6000x8-pcie", "--diff", "h200", "--html", str(page))
+    assert "What differs, and what it changes" in page.read_text()
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (("--why", "moe.decode_path@1"), ("no such decision; nearest: ", "decode_path")),
+        (("--why", "flashmla"), ("flashmla is a candidate of attention.prefill, attention.decode",)),
+        (("--diff", "no-such-thing"), ("--diff no-such-thing", "h200")),
+        (("--why", "moe", "--diff", "h200"), ("leave out --diff",)),
+        (("--html", "/no/such/folder/plan.html"), ("--html /no/such/folder/plan.html", "can't be written")),
+    ],
+)
+def test_a_mistake_in_the_new_flags_is_one_line(kimi, args, words, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main(["explain", kimi, "--hardware", "rtx-pro-6000x8-pcie", *args])
+    err = capsys.readouterr().err
+    assert stopped.value.code != 0
+    assert err.startswith("error: ") and err.count("\n") == 1
+    for word in words:
+        assert word in err
+
+
+def test_a_stored_plan_that_is_none_of_ours_is_refused_by_its_name(tmp_path, capsys):
+    path = tmp_path / "old.json"
+    path.write_text(json.dumps({"decisions": [{"op": "x"}], "memory": {}}))
+    with pytest.raises(SystemExit):
+        main(["explain", str(path)])
+    assert "old.json: not a plan of this version" in capsys.readouterr().err
+
+
+def test_a_stored_plan_is_not_moved_to_another_machine(kimi, tmp_path, capsys):
+    path = tmp_path / "plan.json"
+    path.write_text(explain(kimi, "--hardware", "h200", "--json"))
+    with pytest.raises(SystemExit):
+        main(["explain", str(path), "--diff", "b200x8-nvlink"])
+    assert "is a stored plan; give another, or a model" in capsys.readouterr().err
+
+
+def test_what_was_measured_on_this_machine_before_is_shown_with_its_errors(tmp_path, monkeypatch):
+    from pellucid.hardware import load_hardware
+    from pellucid.selection.evidence import Measurement
+    from pellucid.tuning.session import undecided
+    from pellucid.tuning.store import EvidenceStore, Provenance, Record
+
+    monkeypatch.setenv("PELLUCID_CACHE", str(tmp_path))
+    if load_hardware("this").cpu.compiler is None:
+        pytest.skip("one candidate alone runs here without a C++ compiler")
+    asked = ("demo-mla", "--device", "cpu")
+    plan = ExecutionPlan.from_json(json.loads(explain(*asked, "--json")))
+    store = EvidenceStore.of(load_hardware("this"), "cpu")
+    for question in undecided(plan):
+        first, *others = question.order
+        results = {first: Measurement(20e-6, 0.5e-6), **{name: Measurement(90e-6, 2e-6) for name in others}}
+        store.add(Record(question, store.fingerprint, results, Provenance()))
+    text = explain(*asked, "--why", "attention.decode@1")
+    assert text.startswith("attention.decode@1 = cpu_native  (measured)")
+    assert "20.0 ± 0.5 us *" in text and "90.0 ± 2.0 us" in text
+    assert "the same for attention.decode@1..16" in text
+    assert "(measured)" not in explain(*asked, "--why", "attention.decode@1", "--measure", "off")
+    assert "equal plans" in explain(*asked, "--diff", "demo-mla")

@@ -88,8 +88,8 @@ def test_the_server_gives_the_text_that_the_engine_gives(tmp_path: Path) -> None
 
 # The fused decode path against the layered one: 16-bit sums in another order, so a choice between two tokens that the
 # layered path finds about equal may fall otherwise. Near-ties are counted, and nothing else is let through. In fp16 and
-# with every expert chosen: in bf16 nearly all logits of these random models are near-ties, and a tie between experts moves
-# the logits further than any rounding. What these tests leave out, demo-mla has: trained, in bf16, with routing.
+# with every expert chosen: in bf16 nearly all logits of these random models are near-ties, and a tie between experts
+# moves logits further than any rounding. What these tests leave out, demo-mla has: trained, in bf16, with routing.
 FUSED_SHAPES = ["v2lite", "v3", "llama", "qwen3-moe"]
 NEAR = 0.08
 """Nats between the layered path's best token and the one taken instead."""

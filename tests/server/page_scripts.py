@@ -14,7 +14,7 @@ from click.testing import CliRunner
 from starlette.responses import Response, StreamingResponse
 
 from pellucid.cli.main import cli
-from pellucid.selection.plan import ExecutionPlan
+from pellucid.selection.plan import Decision, ExecutionPlan, Measured
 from tests.server.scripted_app import delta, finish, refusal
 
 CONFIGS = Path(__file__).parents[1] / "fixtures" / "configs"
@@ -27,12 +27,17 @@ def real_plan() -> ExecutionPlan:
     shown = CliRunner().invoke(cli, ["explain", str(CONFIGS / "DeepSeek-V2-Lite.json"), "--hardware", "h200", "--json"])
     assert shown.exit_code == 0, shown.output
     found = ExecutionPlan.from_json(json.loads(shown.output))
-    # This version measures nothing yet: small steps as a later one will decide them.
-    decisions = tuple(
-        replace(d, how="measured", because=("31 µs against 38 µs",)) if d.op == "moe" and (d.bucket or 99) <= 8 else d
-        for d in found.decisions
-    )
-    return replace(found, decisions=decisions)
+    return replace(found, decisions=tuple(map(_measured, found.decisions)))
+
+
+def _measured(decision: Decision) -> Decision:
+    """Small steps of the experts as measured, with other figures at each bucket."""
+    if decision.op != "moe" or (decision.bucket or 99) > 8:
+        return decision
+    times = {"triton_fused": 30 + decision.bucket, "reference": 900 + decision.bucket}
+    measured = tuple(Measured(name, us * 1e-6, 0.5e-6) for name, us in times.items())
+    verdict = f"measured {times['triton_fused']}.0 us"
+    return replace(decision, how="measured", because=(decision.because[0], verdict), measured=measured)
 
 
 async def answer(body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:

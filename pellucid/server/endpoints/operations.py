@@ -13,6 +13,7 @@ from starlette.responses import Response
 from pellucid import __version__
 from pellucid.engine.client import EngineDeadError, EngineState
 from pellucid.engine.messages import Reply
+from pellucid.selection.plan_html import plan_html
 from pellucid.server.context import DRAINING_RETRY_S, LOADING_RETRY_S, ServerContext, context_of
 from pellucid.server.errors import engine_dead, internal, overloaded
 from pellucid.server.http.responding import JSONResponse
@@ -86,12 +87,18 @@ def _card(context: ServerContext) -> ModelCard:
     return ModelCard(context.model_name, context.started, context.max_model_len, context.model_root)
 
 
-async def plan(request: Request) -> JSONResponse:
-    """The plan that the engine runs on: the object itself, nothing computed for display."""
-    engine = context_of(request).engine
+async def plan(request: Request) -> Response:
+    """The plan that the engine runs on: the object itself, or the page that `explain --html` writes to a browser."""
+    context = context_of(request)
+    engine = context.engine
     if engine.plan is None:
-        raise _not_ready(context_of(request))
-    return JSONResponse({"plan": engine.plan.to_json(), "notes": engine.notes})
+        raise _not_ready(context)
+    headers = {"Vary": "Accept"}
+    accepted = request.headers.get("accept", "")
+    if "text/html" in accepted and "application/json" not in accepted:
+        page = plan_html(engine.plan, engine.notes, f"Plan of {context.model_name}")
+        return Response(page, media_type="text/html", headers=headers)
+    return JSONResponse({"plan": engine.plan.to_json(), "notes": engine.notes}, headers=headers)
 
 
 async def version(request: Request) -> JSONResponse:

@@ -55,23 +55,37 @@ function decisionTable(decisions) {
   return table("decisions", ["Decision", "Value", "How", "Because"], group(decisions).flatMap(decisionRows));
 }
 
-/** Runs of decisions that differ in nothing but the bucket, as `[first, last]`. */
+// Reasons that rest on measurement: their figures differ from bucket to bucket.
+const MEASURED = ["numerics", "slower", "order"];
+
+/** Runs of decisions that differ in nothing but the bucket and what was measured there. */
 function group(decisions) {
   const runs = [];
   let previous = "";
   for (const decision of decisions) {
-    const content = JSON.stringify({ ...decision, bucket: null });
-    if (content === previous) runs.at(-1)[1] = decision;
-    else runs.push([decision, decision]);
+    const content = JSON.stringify({ ...decision, bucket: null, ...withoutFigures(decision) });
+    if (content === previous) runs.at(-1).push(decision);
+    else runs.push([decision]);
     previous = content;
   }
   return runs;
 }
 
+function withoutFigures({ measured = [], because, rejected }) {
+  if (!measured.length) return {};
+  const lasting = rejected.map((r) => ({ ...r, misfits: r.misfits.filter((m) => !MEASURED.includes(m.kind)) }));
+  return { measured: true, because: because.toSpliced(1, 1), rejected: lasting };
+}
+
 let rows = 0;
 
-function decisionRows([first, last]) {
-  const because = cell({ class: "because" }, ...first.because.map((reason) => element("p", {}, reason)));
+function decisionRows(run) {
+  const [first, last] = [run[0], run.at(-1)];
+  const measured = first.measured?.length > 0;
+  // The verdict has one bucket's figures; of several, the table has them all.
+  const reasons = measured && run.length > 1 ? first.because.toSpliced(1, 1) : first.because;
+  const because = cell({ class: "because" }, ...reasons.map((reason) => element("p", {}, reason)));
+  if (measured) because.append(measuredTable(run));
   const row = element(
     "tr",
     { role: "row" },
@@ -104,6 +118,27 @@ function valueText(value) {
   if (value === null) return "nothing";
   if (typeof value === "boolean") return value ? "on" : "off";
   return String(value);
+}
+
+/** Medians with half of their 95 % interval, a row a bucket; the one that was taken is marked. */
+function measuredTable(run) {
+  const names = [...new Set(run.flatMap((decision) => decision.measured.map((one) => one.candidate)))];
+  const body = run.map((decision) => {
+    const cells = names.map((name) => {
+      const found = decision.measured.find((one) => one.candidate === name);
+      return cell({ class: name === decision.value ? "taken" : null }, found ? measuredText(found) : "-");
+    });
+    return element("tr", { role: "row" }, cell({}, `${decision.bucket}`), ...cells);
+  });
+  const made = table(null, ["tokens", ...names], body);
+  made.className = "measured";
+  made.setAttribute("aria-label", `Measured times of ${run[0].op}`);
+  return element("div", { class: "scroll", tabindex: "0" }, made);
+}
+
+function measuredText({ seconds, error, right, detail }) {
+  if (!right) return detail ? `wrong: ${detail}` : "wrong";
+  return `${(seconds * 1e6).toFixed(1)} ± ${(error * 1e6).toFixed(1)} µs`;
 }
 
 function rejectionList(rejected) {

@@ -219,3 +219,12 @@ def test_a_base_url_without_v1_is_pointed_out(demo_server: RunningServer) -> Non
     answer = demo_server.post("/chat/completions", {"messages": []})
     assert answer.status == 404
     assert "/v1/chat/completions" in answer.json["error"]["message"]
+
+
+def test_a_browser_gets_the_plan_as_a_page_and_everyone_else_as_json(demo_server: RunningServer) -> None:
+    accept = {"Accept": "text/html,application/xhtml+xml,*/*;q=0.8"}
+    page = demo_server.get("/plan", headers=accept)
+    assert page.headers["content-type"].startswith("text/html")
+    assert b"attention.decode@" in page.body and b"<script" not in page.body
+    for other in ({}, {"Accept": "*/*"}, {"Accept": "application/json, text/html"}):
+        assert "decisions" in demo_server.get("/plan", headers=other).json["plan"]

@@ -1,0 +1,50 @@
+"""`pellucid tune`: measures every choice for a model on this machine, prints the tables, and keeps them for later."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from pellucid.cli.engine_options import engine_args, engine_options
+
+if TYPE_CHECKING:
+    from pellucid.selection.view import Table
+
+
+@click.command()
+@click.argument("model", type=click.Path())
+@engine_options
+@click.pass_context
+def tune(ctx: click.Context, /, model: str, **_: Any) -> None:
+    """Measure what is fastest for MODEL here, each candidate at each batch size, and keep it for the next starts.
+
+    Weights are drawn where their format can be, so that a config.json is enough with --load-format synthetic. Takes up
+    to --measure-seconds, ten minutes by default. --measure cached measures only what is not known yet.
+    """
+    from pellucid.engine.startup import make_plan, open_model
+    from pellucid.selection.view import TABLE_LEGEND, rows
+    from pellucid.tuning.start import FULL_SECONDS
+    from pellucid.utils.progress import StatusLine
+
+    args = engine_args(ctx, model)
+    args = replace(args, measure=args.measure or "full", measure_seconds=args.measure_seconds or FULL_SECONDS)
+    status = StatusLine("measuring")
+    try:
+        plan = make_plan(args, open_model(args.model, args.load_format), measure=True, on_progress=status.update)
+    finally:
+        status.close()
+    for row in rows(plan.decisions):
+        if row.table is not None:
+            click.echo(f"{row.title}  {row.value}")
+            click.echo("\n".join(_columns(row.table)))
+    click.echo(TABLE_LEGEND)
+
+
+def _columns(table: Table) -> list[str]:
+    """A line a bucket below the candidates' names."""
+    lines = [["tokens", *table.candidates]]
+    lines += [[str(tokens), *(f"{c.text} {c.mark:1}" if c else "-" for c in cells)] for tokens, cells in table.rows]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
+    return ["  " + "  ".join(f"{text:>{w}}" for text, w in zip(line, widths, strict=True)).rstrip() for line in lines]

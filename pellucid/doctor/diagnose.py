@@ -1,0 +1,293 @@
+"""Every check of `pellucid doctor`, in order: host, devices, then the model with its plan and its memory.
+
+Says what `serve` would do with the same flags: it makes the same plan from the same files, and no weight is read.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pellucid.core import PellucidError
+from pellucid.doctor.devices import DriverFacts, device_checks, memory_in_use, read_driver_facts
+from pellucid.doctor.host import host_checks, hub_folder, read_folder, read_host, unchecked_host
+from pellucid.doctor.report import Check, Report
+from pellucid.engine.inputs import PACKAGES, TOKENIZER_FILES, slow_path_reasons
+from pellucid.hardware.facts import Hardware, format_bytes
+from pellucid.models.checkpoint import INDEX_FILE, Checkpoint
+from pellucid.models.hub import HUB_NAME, resolve_model
+from pellucid.selection.args import SYNTHETIC, EngineArgs
+from pellucid.selection.limits import SEQUENCES
+from pellucid.selection.memory import stored_bytes
+from pellucid.selection.plan import ExecutionPlan, MemoryBill
+from pellucid.selection.resolve import resolve
+from pellucid.selection.view import rows, tokens_that_fit
+from pellucid.server.args import ServeArgs
+from pellucid.traits.config import TraitReport
+from pellucid.traits.misfit import MisfitKind
+
+ELSEWHERE = "this is another machine"
+
+SEE = "see `pellucid explain` for every candidate"
+
+
+CHANGEABLE: frozenset[MisfitKind] = frozenset({"package", "toolkit", "compiler"})
+"""What an installation can change."""
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """What is asked: the flags of `serve`, and the machine. `here`: it is this one, so its host can be looked at.
+
+    `args.model` is empty when the machine alone is meant. `packages`: the modules that serving needs.
+    """
+
+    args: EngineArgs
+    serve_args: ServeArgs
+    hardware: Hardware
+    here: bool
+    packages: Sequence[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """A model whose headers are read. `to_download`: bytes of weights that a start would fetch, None if not known."""
+
+    checkpoint: Checkpoint
+    report: TraitReport
+    downloads: bool
+    to_download: int | None
+
+
+def diagnose(case: Case) -> Report:
+    """The report. Errors that the user can act on become lines; nothing is raised for them."""
+    opened, model_lines = _open(case)
+    plan, plan_lines = (None, []) if opened is None else _plan(case, opened)
+    ranks = 1 if plan is None else plan.tensor_parallel_size
+    device = case.args.device or case.hardware.device
+    driver = read_driver_facts() if case.here and device == "cuda" and case.hardware.gpus else None
+    checks = [
+        *_host(case, plan, ranks, device),
+        *_devices(case, device, ranks, driver),
+        *model_lines,
+        *([] if plan is None else _memory(case, plan, driver)),
+        *plan_lines,
+    ]
+    if opened is not None and plan is not None and not any(check.status == "fail" for check in checks):
+        checks += _preparation(case, opened)
+    machine = "this machine" if case.here else case.hardware.name
+    return Report(f"{case.args.model or 'any model'} on {machine}", tuple(checks))
+
+
+def _host(case: Case, plan: ExecutionPlan | None, ranks: int, device: str) -> Iterator[Check]:
+    if not case.here:
+        yield from unchecked_host(ELSEWHERE)
+        return
+    address = case.serve_args.host, case.serve_args.port
+    running = plan.max_num_seqs if plan is not None else case.args.max_num_seqs or SEQUENCES[device]
+    host = read_host(address, {"engine": PACKAGES, "serve": case.packages})
+    yield from host_checks(host, address, running + case.serve_args.max_num_queued_reqs, ranks, device)
+
+
+def _devices(case: Case, device: str, ranks: int, driver: DriverFacts | None) -> Iterator[Check]:
+    if device == "cuda" and not case.hardware.gpus:
+        remedy = "leave out --device, or install the driver"
+        yield Check("devices", "GPU", "fail", "--device cuda, and this machine shows none", remedy)
+        return
+    yield from device_checks(case.hardware, device, ranks, driver)
+
+
+# --- the model ----------------------------------------------------------------------------------
+
+
+def _open(case: Case) -> tuple[Opened | None, list[Check]]:
+    """The model's headers, and the lines on its files; None when it can't be served at all."""
+    args = case.args
+    if not args.model:
+        return None, []
+    try:
+        path = resolve_model(args.model, weights=False)
+        from_hub = not Path(args.model).expanduser().exists() and HUB_NAME.fullmatch(args.model) is not None
+        downloads = from_hub and path.is_dir() and not _is_complete(path)
+        bare = path.is_dir() and (downloads or args.load_format == SYNTHETIC)
+        checkpoint = Checkpoint.open(path / "config.json" if bare else path)
+        report = checkpoint.report()
+        report.require_supported()
+    except PellucidError as error:
+        return None, [Check("model", "files", "fail", str(error), "give another model, or what the line names")]
+    size = _download_size(path) if downloads else None
+    opened = Opened(checkpoint, report, downloads, size)
+    return opened, [
+        _files(case, opened),
+        *_free_disk(case, opened),
+        *_tokenizer(case, path, opened),
+        *_conflicts(report),
+    ]
+
+
+def _is_complete(folder: Path) -> bool:
+    """Whether every shard that the index names is here; without an index, whether any file of weights is."""
+    shards = _index(folder).get("weight_map")
+    if not isinstance(shards, dict):
+        return any(folder.glob("*.safetensors"))
+    return all((folder / str(name)).exists() for name in set(map(str, shards.values())))
+
+
+def _download_size(folder: Path) -> int | None:
+    """Bytes of weights, as the index of the shards says, less what is here already."""
+    metadata = _index(folder).get("metadata")
+    size = metadata.get("total_size") if isinstance(metadata, dict) else None
+    here = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    return max(0, size - here) if isinstance(size, int) else None
+
+
+def _index(folder: Path) -> dict[str, Any]:
+    try:
+        values = json.loads((folder / INDEX_FILE).read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return values if isinstance(values, dict) else {}
+
+
+def _files(case: Case, opened: Opened) -> Check:
+    checkpoint = opened.checkpoint
+    if case.args.load_format == SYNTHETIC:
+        return Check("model", "files", "ok", "a config; weights are drawn")
+    if checkpoint.tensors:
+        size = sum(tensor.nbytes for tensor in checkpoint.tensors.values())
+        return Check(
+            "model", "files", "ok", f"{checkpoint.kind}, {len(checkpoint.tensors)} tensors, {format_bytes(size)}"
+        )
+    if opened.downloads:
+        size_text = "" if opened.to_download is None else f", {format_bytes(opened.to_download)}"
+        return Check("model", "files", "ok", f"config read; the first start downloads the weights{size_text}")
+    if not case.here:
+        return Check("model", "files", "not checked", f"a config alone; {ELSEWHERE}")
+    remedy = "download the model's .safetensors files, or --load-format synthetic to try without"
+    return Check("model", "files", "fail", f"{checkpoint.path}: a config without weights", remedy)
+
+
+def _free_disk(case: Case, opened: Opened) -> Iterator[Check]:
+    if not opened.downloads or opened.to_download is None or not case.here:
+        return
+    folder = read_folder(hub_folder(os.environ))
+    free = folder.free_bytes or 0
+    found = f"{format_bytes(free)} free in {folder.path}, {format_bytes(opened.to_download)} to download"
+    if free > opened.to_download and folder.writable:
+        yield Check("model", "disk", "ok", found)
+    else:
+        yield Check("model", "disk", "fail", found, "free some space, or set HF_HUB_CACHE to another disk")
+
+
+def _tokenizer(case: Case, path: Path, opened: Opened) -> Iterator[Check]:
+    if opened.downloads or (opened.checkpoint.kind == "config-only" and not case.here):
+        return
+    gguf = opened.checkpoint.gguf_metadata
+    folder = path if path.is_dir() else path.parent
+    there = "tokenizer.ggml.model" in gguf if gguf is not None else any((folder / n).exists() for n in TOKENIZER_FILES)
+    if there:
+        yield Check("model", "tokenizer", "ok", "there")
+    else:
+        remedy = f"put {' or '.join(TOKENIZER_FILES)} beside the weights"
+        yield Check("model", "tokenizer", "warn", "none: requests must give token ids", remedy)
+
+
+def _conflicts(report: TraitReport) -> Iterator[Check]:
+    for line in report.conflicts:
+        yield Check("model", "conflict", "warn", line, "the tensors were followed; correct the config")
+
+
+# --- the plan -----------------------------------------------------------------------------------
+
+
+def _plan(case: Case, opened: Opened) -> tuple[ExecutionPlan | None, list[Check]]:
+    """The plan, and its lines; None where a flag does not fit."""
+    traits = opened.report.traits
+    try:
+        stored = stored_bytes(opened.checkpoint.tensors, traits.num_layers)
+        plan = resolve(case.args, traits, case.hardware, stored_bytes=stored)
+    except PellucidError as error:
+        return None, [Check("plan", "flags", "fail", str(error), "change the flag that the line names")]
+    return plan, [*_choices(plan), *_slow(plan), *_blockers(plan)]
+
+
+def _choices(plan: ExecutionPlan) -> Iterator[Check]:
+    for name in ("device", "tensor_parallel_size", "dtype", "kv.dtype", "max_model_len", "max_num_seqs", "decode_path"):
+        decision = plan.decision(name)
+        yield Check("plan", name, "ok", f"{decision.value}  ({decision.how}: {decision.because[0]})")
+    for row in rows([d for d in plan.decisions if d.bucket is not None and d.value is not None]):
+        yield Check("plan", row.title, "ok", f"{row.value}  ({row.how})")
+
+
+def _slow(plan: ExecutionPlan) -> Iterator[Check]:
+    """Where plain torch runs although something faster of ours could, but for what the user can change."""
+    for line in slow_path_reasons(plan):
+        reason, _, remedy = line.rpartition("; ")
+        yield Check("plan", "slow path", "warn", reason or line, remedy if reason else SEE)
+    if plan.device != "cuda":
+        return
+    for row in rows([d for d in plan.decisions if d.value == "reference" and d.op.partition(".")[0] != "linear"]):
+        changeable = [x for x in row.losers if x.misfits and {m.kind for m in x.misfits} <= CHANGEABLE]
+        remedy = "; ".join(m.remedy for x in changeable[:1] for m in x.misfits if m.remedy)
+        yield Check("plan", "slow path", "warn", f"plain torch computes {row.title}", remedy or SEE)
+
+
+def _blockers(plan: ExecutionPlan) -> Iterator[Check]:
+    for blocker in plan.blockers:
+        # A blocker of an op begins with its name.
+        op = blocker.reason.partition(" ")[0]
+        name = op if op in {d.op for d in plan.decisions} else blocker.kind
+        yield Check("plan", name, "fail", blocker.reason, blocker.remedy or f"another model or machine; {SEE}")
+
+
+def _memory(case: Case, plan: ExecutionPlan, driver: DriverFacts | None) -> Iterator[Check]:
+    """The bill of one rank by what it is for, and what is left."""
+    bill = plan.memory
+    for name, size, formula in _bill_lines(bill):
+        yield Check("memory", name, "ok", f"{format_bytes(size)}  ({formula})")
+    left, budget = format_bytes(bill.kv_budget_bytes), f"of {format_bytes(bill.budget_bytes)}: {bill.budget_formula}"
+    no_room = next((b for b in plan.blockers if b.kind == "memory"), None)
+    if no_room is not None:
+        yield Check("memory", "left for KV", "fail", f"{left} {budget}", no_room.remedy)
+    else:
+        yield Check("memory", "left for KV", "ok", f"{left} {budget}")
+    yield Check("memory", "KV per token", "ok", f"{bill.kv_bytes_per_token} B  ({bill.kv_formula})")
+    tokens, length = tokens_that_fit(bill), plan.max_model_len
+    whole = f", {tokens // length} requests of {length} tokens" if tokens >= length else ""
+    yield Check("memory", "tokens that fit", "ok" if no_room is None else "not checked", f"{tokens}{whole}")
+    in_use = (
+        None if driver is None else memory_in_use(case.hardware, plan.tensor_parallel_size, bill.budget_bytes, driver)
+    )
+    if in_use is not None:
+        yield in_use
+
+
+def _bill_lines(bill: MemoryBill) -> Iterator[tuple[str, int, str]]:
+    weights = [item for item in bill.items if item.name.startswith("weights: ")]
+    parts = ", ".join(f"{item.name.removeprefix('weights: ')} {format_bytes(item.bytes)}" for item in weights)
+    yield "weights", sum(item.bytes for item in weights), parts
+    names: Mapping[str, str] = {"activations": "workspace", "runtime": "graphs, runtime"}
+    for item in bill.items:
+        if item not in weights:
+            yield names.get(item.name, item.name), item.bytes, item.formula
+
+
+# --- what the server itself does before it starts its engine ------------------------------------
+
+
+def _preparation(case: Case, opened: Opened) -> Iterator[Check]:
+    """The same steps as `serve`, up to where it would start a process: tokenizer, template, keys, parsers, plan."""
+    if not case.here or opened.downloads:
+        return
+    from pellucid.server.launch import prepare
+
+    try:
+        prepare(case.args, case.serve_args)
+    except PellucidError as error:
+        yield Check("plan", "server", "fail", str(error), "what the line names")
+    else:
+        yield Check("plan", "server", "ok", "tokenizer, template, keys and parsers are ready")

@@ -1,0 +1,72 @@
+"""Runs candidates and answers over a socket, FD: `python -m pellucid.tuning.probe_child FD`. Started by `gate.Probe`.
+
+It ends when the other end of the socket is gone, also while a candidate hangs.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from multiprocessing.connection import Connection
+from typing import Any
+
+from pellucid.tuning.gate import Bench
+from pellucid.tuning.measure import TrialFailedError
+
+WATCH_INTERVAL_S = 1.0
+
+
+def main() -> None:
+    """Raises nothing: what a candidate raises is an answer."""
+    parent = os.getppid()
+    threading.Thread(target=_outlive_nobody, args=(parent,), name="parent-watch", daemon=True).start()
+    with Connection(int(sys.argv[1])) as connection:
+        try:
+            bench: Bench = connection.recv()
+            bench.start()
+            connection.send(("is", None))
+            serve(bench, connection)
+        except EOFError:
+            return
+
+
+def serve(bench: Bench, connection: Connection[Any, Any]) -> None:
+    """Answers until the other end is closed, with EOFError."""
+    while True:
+        what, question, candidate = connection.recv()
+        try:
+            answer = ("is", getattr(bench, what)(question, candidate))
+        except TrialFailedError as error:
+            answer = ("raised", str(error))
+        except Exception as error:  # noqa: BLE001 (a third party's kernel may raise anything; it becomes the reason)
+            line = str(error).strip().splitlines()
+            if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+                connection.send(("no room", "there was not enough free memory"))
+                continue
+            told = f"{type(error).__name__}: {line[0][:200]}" if line else type(error).__name__
+            answer = ("broke" if _device_is_lost() else "raised", told)
+        connection.send(answer)
+
+
+def _device_is_lost() -> bool:
+    """Whether every later call on the device fails too, as after an access to memory that is not there."""
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_initialized():
+        return False
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError:
+        return True
+    return False
+
+
+def _outlive_nobody(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(WATCH_INTERVAL_S)
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,355 @@
+"""From the choices that a plan leaves to the fixed order, to measured ones. Called by engine start-up and `tune`.
+
+    questions (op, bucket, candidates) -> gate -> compare -> Evidence -> plan -> its steps against the default's
+
+Every answer goes through the store, skipped ones too, so that a second start asks nothing and comes to the same plan.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from pellucid.selection.decode_path import FUSED
+from pellucid.selection.evidence import Evidence, Measurement, fastest
+from pellucid.selection.plan import Decision, ExecutionPlan
+from pellucid.tuning.gate import Bench, GatedTrial, gate
+from pellucid.tuning.measure import Budget, CannotMeasureError, Question, compare
+from pellucid.tuning.store import EvidenceStore, Provenance, Record
+
+Mode = Literal["cached", "full"]
+
+FAMILIES = ("attention", "moe", "linear")
+
+ONE_FORM = ("moe", "linear")
+"""Families whose weights have one prepared form: what serves one bucket serves them all."""
+
+DEFAULT, MEASURED = "default", "measured"
+"""The candidates of a step: the plan of the fixed order, and the plan of the figures."""
+
+OPS_SHARE, TILES_SHARE = 0.4, 0.75
+"""Of the budget: for backends, and for projections after them. The rest is for confirming both."""
+
+OUT_OF_TIME = "the seconds to measure were spent (--measure-seconds)"
+
+STEP_OPS = {"step.decode": ("attention.decode", *ONE_FORM), "step.prefill": ("attention.prefill", *ONE_FORM)}
+
+Resolve = Callable[[Evidence], ExecutionPlan]
+
+
+@dataclass(slots=True)
+class Session:
+    """One window of measuring, before serving. Without a bench it only looks up what earlier ones found.
+
+    `cached`: what the store has is taken, stale or skipped as it may be, and only the rest is measured. `full`: all is
+    measured anew.
+    """
+
+    store: EvidenceStore
+    bench: Bench | None
+    budget: Budget
+    mode: Mode = "cached"
+    on_progress: Callable[[str], None] | None = None
+    measured: int = 0
+    skipped: Counter[str] = field(default_factory=Counter)
+    stale: set[str] = field(default_factory=set)
+    share: float = 1.0
+    _answers: dict[Question, Mapping[str, Measurement]] = field(default_factory=dict)
+
+    def answer(self, question: Question) -> Mapping[str, Measurement]:
+        """Figures of the candidates; of the failed alone, or none, where time was up or nothing may be measured."""
+        if question not in self._answers:
+            self._answers[question] = self._find(question)
+        return self._answers[question]
+
+    def _find(self, question: Question) -> Mapping[str, Measurement]:
+        found = self.store.find(question) if self.mode == "cached" or self.bench is None else None
+        if found is not None:
+            if found.stale:
+                self.stale.add(found.stale)
+            return found.record.results
+        if self.bench is None:
+            return {}
+        try:
+            return self._measure(self.bench, question)
+        except CannotMeasureError as error:
+            return self._keep(question, {}, {}, skipped=str(error))
+
+    def _measure(self, bench: Bench, question: Question) -> Mapping[str, Measurement]:
+        budget = self.budget.part(self.share)
+        if budget.left <= 0:
+            return self._keep(question, {}, {}, skipped=OUT_OF_TIME)
+        if self.on_progress is not None:
+            self.on_progress(f"{question.key} ({self.measured} measured, {self.budget.used:.0f} s)")
+        failed: dict[str, Measurement] = {}
+        trials = []
+        try:
+            bench.start()
+        except CannotMeasureError as error:
+            # Not kept: the next start may fare better. This one does not try again.
+            self.bench = None
+            self.skipped[str(error)] += 1
+            return {}
+        for name in question.order:
+            if budget.left <= 0:
+                return self._keep(question, failed, {}, skipped=OUT_OF_TIME)
+            begin = budget.clock()
+            reason = gate(bench, question, name)
+            if name == question.order[0]:
+                # What the default takes to be compiled, the engine would pay a moment later.
+                self.budget.excuse(budget.clock() - begin)
+                budget = self.budget.part(self.share)
+            if reason:
+                failed[name] = Measurement(float("inf"), 0.0, False, reason)
+            else:
+                trials.append(GatedTrial(bench, question, name))
+        compared = compare(trials, budget)
+        results = {**failed, **compared.results}
+        return self._keep(question, results, compared.samples, skipped=OUT_OF_TIME if compared.out_of_time else "")
+
+    def _keep(
+        self,
+        question: Question,
+        results: Mapping[str, Measurement],
+        samples: Mapping[str, Sequence[float]],
+        skipped: str,
+    ) -> Mapping[str, Measurement]:
+        self.skipped += Counter([skipped] if skipped else [])
+        self.measured += not skipped
+        counts = {name: len(values) for name, values in samples.items()}
+        spread = {name: _quartiles(values) for name, values in samples.items()}
+        record = Record(question, self.store.fingerprint, results, Provenance.now(counts, spread), skipped)
+        self.store.add(record)
+        return results
+
+    def notes(self) -> tuple[str, ...]:
+        """What is worth knowing of how the figures came about."""
+        notes = [f"figures of older versions are used ({changed}); --measure full measures again" for changed in
+                 sorted(self.stale)]  # fmt: skip
+        for reason, count in self.skipped.items():
+            notes.append(f"{count} choices keep their default: {reason}; `pellucid tune` asks again")
+        return (*notes, *self.store.notes)
+
+
+@dataclass(frozen=True, slots=True)
+class Tuned:
+    """A frozen plan, the evidence that it rests on, and what happened on the way, in lines."""
+
+    plan: ExecutionPlan
+    evidence: Evidence
+    notes: tuple[str, ...]
+
+
+def undecided(plan: ExecutionPlan) -> tuple[Question, ...]:
+    """What the plan of no evidence leaves to the fixed order, the buckets far apart first: time may be up early."""
+    found = []
+    for decision in plan.decisions:
+        family = decision.op.partition(".")[0]
+        if family not in FAMILIES or decision.bucket is None or decision.how != "default":
+            continue
+        order = (str(decision.value), *(r.candidate for r in decision.rejected if r.runs))
+        if len(order) > 1:
+            found.append(Question(decision.op, decision.bucket, order, traits_of(plan, family)))
+    return tuple(sorted(found, key=lambda q: (_turn(q.bucket), q.bucket)))
+
+
+def traits_of(plan: ExecutionPlan, family: str) -> str:
+    """What of model and storage a figure depends on, in words."""
+    storage = [plan.dtype]
+    if family in ("attention", "step"):
+        length = f"{plan.max_model_len} tokens at most"
+        storage += [f"KV {plan.kv_dtype} {plan.kv_layout} in pages of {plan.page_size}", length]
+    return " | ".join((*plan.model, *storage))
+
+
+def tune(
+    resolve: Resolve,
+    session: Session,
+    tiles: Callable[[ExecutionPlan], Tiles] | None = None,
+    measurable: Callable[[Question], bool] | None = None,
+) -> Tuned:
+    """The plan of what is measured. It is never slower than that of the defaults, step by step, or falls back to it.
+
+    `tiles`: measured projections of a plan, none where its decode path has none. `measurable`: whether the bench has
+    what a question needs; all, when not given.
+    """
+    evidence: dict[tuple[str, int, str], Measurement] = {}
+    session.share = OPS_SHARE
+    questions = [q for q in undecided(resolve({})) if measurable is None or measurable(q)]
+    for question in questions:
+        for name, m in session.answer(question).items():
+            evidence[question.op, question.bucket, name] = m
+    evidence, notes = settle(resolve, evidence)
+    session.share = TILES_SHARE
+    chosen = tiles(resolve(evidence)) if tiles is not None else Tiles()
+    session.share = 1.0
+    while True:
+        plan, default = resolve(evidence), resolve(verdicts(evidence))
+        if plan.decode_path != FUSED:
+            chosen = Tiles()
+        refused = [step for step in steps(plan, default, chosen) if not _confirmed(session.answer(step))]
+        if not refused:
+            break
+        before = len(evidence), chosen
+        for step in refused:
+            notes.append(f"{step.key}: the default it stays: {_refusal(session.answer(step))}")
+            evidence = _withdraw(evidence, STEP_OPS[step.op], step.bucket)
+            if step.op == "step.decode":
+                chosen = chosen.without(step.bucket)
+        if (len(evidence), chosen) == before:
+            # What differs is not of the step's own bucket: a page size, or the decode path, for another bucket's sake.
+            for step in refused:
+                for bucket in plan.buckets(STEP_OPS[step.op][0]):
+                    evidence = _withdraw(evidence, STEP_OPS[step.op], bucket)
+        if (len(evidence), chosen) == before:
+            evidence, chosen = verdicts(evidence), Tiles()
+        evidence, more = settle(resolve, evidence)
+        notes += more
+    frozen = replace(plan, decisions=(*plan.decisions, *chosen.decisions()))
+    return Tuned(frozen, evidence, (*notes, *session.notes()))
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """Answered questions on projections: `projection.6144x4096` at a bucket, candidates by their tiles' names."""
+
+    answers: tuple[tuple[Question, Mapping[str, Measurement]], ...] = ()
+
+    def without(self, bucket: int) -> Tiles:
+        return Tiles(tuple(answer for answer in self.answers if answer[0].bucket != bucket))
+
+    def choices(self, bucket: int) -> tuple[tuple[str, str], ...]:
+        """(op, tile) of those that are not the default."""
+        return tuple(
+            (question.op, str(decision.value))
+            for question, decision in zip((q for q, _ in self.answers), self.decisions(), strict=True)
+            if question.bucket == bucket and decision.value != question.order[0]
+        )
+
+    def buckets(self) -> tuple[int, ...]:
+        return tuple(dict.fromkeys(question.bucket for question, _ in self.answers))
+
+    def decisions(self) -> tuple[Decision, ...]:
+        from pellucid.tuning.projections import tile_decision
+
+        return tuple(tile_decision(question, results) for question, results in self.answers)
+
+
+def settle(
+    resolve: Resolve, evidence: Mapping[tuple[str, int, str], Measurement]
+) -> tuple[dict[tuple[str, int, str], Measurement], list[str]]:
+    """Evidence under which ops with one form of weights have one choice, and a note where that costs a faster one.
+
+    What is wrong at one bucket is wrong at all; where buckets would choose differently, the default stays.
+    """
+    settled, notes = dict(evidence), []
+    plan = resolve(settled)
+    ops = [op for op in dict.fromkeys(d.op for d in plan.decisions) if op.partition(".")[0] in ONE_FORM]
+    for op in ops:
+        wrong = {name: m for (o, _, name), m in settled.items() if o == op and not m.right}
+        settled |= {(op, bucket, name): m for name, m in wrong.items() for bucket in plan.buckets(op)}
+    plan = resolve(settled)
+    for op in ops:
+        if len(plan.backends(op)) > 1:
+            names = " and ".join(sorted(plan.backends(op)))
+            notes.append(
+                f"{op}: {names} are fastest at some buckets each, but weights have one form: the default stays"
+            )
+            for bucket in plan.buckets(op):
+                settled = _withdraw(settled, (op,), bucket)
+    return settled, notes
+
+
+def verdicts(evidence: Evidence) -> dict[tuple[str, int, str], Measurement]:
+    """What the gate found wrong, alone: the plan of the fixed order is made with it."""
+    return {key: m for key, m in evidence.items() if not m.right}
+
+
+def steps(plan: ExecutionPlan, default: ExecutionPlan, tiles: Tiles) -> Iterable[Question]:
+    """One question for each kind of step in which `plan` and `tiles` differ from `default`."""
+    everywhere = tuple(
+        (d.op, str(d.value)) for d in plan.decisions
+        if d.bucket is None and d.value != default.decision(d.op).value
+    )  # fmt: skip
+    for step, families in STEP_OPS.items():
+        buckets = plan.buckets(families[0])
+        for bucket in sorted({*buckets, *(tiles.buckets() if step == "step.decode" else ())}):
+            given = list(everywhere)
+            for one in plan.decisions:
+                if one.bucket != bucket or not _concerns(one.op, families):
+                    continue
+                if one.value != default.decision(one.op, bucket).value:
+                    whole = one.op.partition(".")[0] in ONE_FORM
+                    given.append((one.op if whole else one.key, str(one.value)))
+            if step == "step.decode":
+                given += [(f"{op}@{bucket}", name) for op, name in tiles.choices(bucket)]
+            if given:
+                yield Question(step, bucket, (DEFAULT, MEASURED), traits_of(default, "step"), tuple(given))
+
+
+def apply_choices(plan: ExecutionPlan, given: Sequence[tuple[str, str]]) -> ExecutionPlan:
+    """The plan with the choices of a step in force: `moe` for every bucket, `attention.decode@8` for one.
+
+    Choices of projections, which no plan has before they are measured, are added to it.
+    """
+    choices = dict(given)
+    decisions = []
+    for decision in plan.decisions:
+        text = choices.get(decision.key, choices.get(decision.op))
+        changed = text is not None and str(decision.value) != text
+        decisions.append(replace(decision, value=_typed(text, decision)) if changed and text else decision)
+    for key, name in given:
+        if key.startswith("projection."):
+            op, _, bucket = key.partition("@")
+            decisions.append(Decision(op, int(bucket), name, "measured", ("in force while a step is timed",)))
+    return replace(plan, decisions=tuple(decisions))
+
+
+def _typed(text: str, decision: Decision) -> str | int | bool:
+    if isinstance(decision.value, bool):
+        return text == "True"
+    return int(text) if isinstance(decision.value, int) else text
+
+
+def _concerns(op: str, families: Sequence[str]) -> bool:
+    return op in families or op.partition(".")[0] in families
+
+
+def _confirmed(results: Mapping[str, Measurement]) -> bool:
+    if DEFAULT in results and not results[DEFAULT].right:
+        return MEASURED not in results or results[MEASURED].right
+    return all(name in results and results[name].right for name in (DEFAULT, MEASURED)) and (
+        fastest((MEASURED, DEFAULT), results) == MEASURED
+    )
+
+
+def _refusal(results: Mapping[str, Measurement]) -> str:
+    measured = results.get(MEASURED)
+    if measured is not None and not measured.right:
+        return f"the step of the measured choices {measured.detail}"
+    if measured is None or DEFAULT not in results:
+        return "there was no time to confirm the measured choices"
+    return f"with the measured choices its step takes {measured}, by default {results[DEFAULT]}"
+
+
+def _withdraw(
+    evidence: Mapping[tuple[str, int, str], Measurement], families: Sequence[str], bucket: int
+) -> dict[tuple[str, int, str], Measurement]:
+    """Without the figures of these ops at the bucket. What the gate found stays: a default may be wrong."""
+    return {
+        (op, at, name): m
+        for (op, at, name), m in evidence.items()
+        if not m.right or at != bucket or not _concerns(op, families)
+    }
+
+
+def _turn(bucket: int) -> int:
+    """1, 8, 64 ... before 2, 16, 128 ... before 4, 32, 256."""
+    return (bucket.bit_length() - 1) % 3
+
+
+def _quartiles(values: Sequence[float]) -> float:
+    ordered = sorted(values)
+    return ordered[(3 * len(ordered)) // 4] - ordered[len(ordered) // 4] if ordered else 0.0

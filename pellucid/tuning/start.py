@@ -1,0 +1,94 @@
+"""Measures, or reads, what a plan leaves open, before weights load. Called by `engine.startup` and `pellucid tune`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
+
+from pellucid.hardware.facts import Hardware
+from pellucid.kernels.device import DeviceLimits
+from pellucid.layers.projection_tiles import Projection
+from pellucid.selection.args import EngineArgs
+from pellucid.selection.decode_path import FUSED
+from pellucid.selection.plan import ExecutionPlan
+from pellucid.traits.model import ModelTraits
+from pellucid.traits.tensors import TensorIndex
+from pellucid.tuning.gate import Bench, Probe
+from pellucid.tuning.measure import Budget, Question
+from pellucid.tuning.problems import REFERENCE, drawable
+from pellucid.tuning.projections import APART, measure_projections, tile_candidates
+from pellucid.tuning.session import Mode, Resolve, Session, Tiles, Tuned, traits_of, tune
+from pellucid.tuning.store import EvidenceStore
+from pellucid.tuning.workbench import Workbench
+
+DEFAULT_SECONDS = 12
+"""Of a cold start, the child's own included. With weights drawn for steps and the last candidate's overrun it stays
+under 20. What the default's kernels take to compile is not counted: the engine needs them too."""
+
+FULL_SECONDS = 600
+"""Of `pellucid tune`, which nobody waits for with a server down."""
+
+
+def tune_plan(
+    args: EngineArgs,
+    traits: ModelTraits,
+    hardware: Hardware,
+    resolve: Resolve,
+    tensors: TensorIndex,
+    measure: bool,
+    on_progress: Callable[[str], None] | None = None,
+    bench: Bench | None = None,
+    clock: Callable[[], float] = time.monotonic,
+) -> Tuned:
+    """The plan of what is known of this machine's speeds, and with `measure` of what can be found out now.
+
+    Nothing is measured at the start of an engine without a GPU unless `--measure full` asks for it: its own kernels
+    come first there anyway. Nor with several ranks, whose steps this version does not time.
+    `bench`: instead of real backends in a child process, with a `clock` of its own.
+    """
+    default = resolve({})
+    mode: Mode = "full" if args.measure == "full" and measure else "cached"
+    measures = measure and (default.device == "cuda" or mode == "full") and default.tensor_parallel_size == 1
+    if args.measure == "off":
+        return Tuned(default, {}, ())
+    store = EvidenceStore.of(hardware, default.device)
+    if not measures and store.is_empty:
+        return Tuned(default, {}, ())
+    seconds = args.measure_seconds or DEFAULT_SECONDS
+    with ExitStack() as stack:
+        if measures and bench is None:
+            # A candidate that hangs may take no more than this; a kernel is compiled in less.
+            probe = Probe(Workbench(traits, default, tensors), check_deadline_s=max(20.0, min(60.0, seconds / 4)))
+            bench = stack.enter_context(probe)
+        session = Session(store, bench if measures else None, Budget(seconds, clock), mode, on_progress)
+        tuned = tune(resolve, session, partial(_tiles, traits, hardware, session), partial(_asks, traits, session))
+        if session.measured:
+            done = f"measured {session.measured} choices in {session.budget.used:.0f} s, kept in {store.path}"
+            tuned = replace(tuned, notes=(done, *tuned.notes))
+        return tuned
+
+
+def _asks(traits: ModelTraits, session: Session, question: Question) -> bool:
+    """Whether to ask. A start does not spend its seconds on plain torch as the only rival; what is known counts."""
+    rivals = [name for name in question.order[1:] if name != REFERENCE]
+    worth = session.mode == "full" or bool(rivals) or session.store.find(question) is not None
+    return worth and drawable(question, traits)
+
+
+def _tiles(traits: ModelTraits, hardware: Hardware, session: Session, plan: ExecutionPlan) -> Tiles:
+    """Measured projections of a plan with a fused decode path; none of another."""
+    if plan.decode_path != FUSED:
+        return Tiles()
+    gpu = hardware.gpus[0]
+    limits = DeviceLimits(gpu.sm, gpu.sm_count, gpu.smem_optin_bytes)
+
+    def candidates(projection: Projection, rows: int) -> tuple[str, ...]:
+        if session.bench is not None:
+            return tile_candidates(projection, rows, limits)
+        # Without torch and triton, which a process that measures nothing need not import.
+        return session.store.known_order(APART + projection.op, rows, traits_of(plan, "step"))
+
+    return measure_projections(plan, traits, candidates, session.answer)

@@ -1,0 +1,259 @@
+"""Whole steps of a model, under a plan and with tiles in force, on the card or the CPU. Made by `tuning.workbench`.
+
+The model is its first layers, as many as `SLICE_BYTES` hold and a layer of each kind, with weights that are drawn (of
+formats that can't be, read): what a step takes depends on shapes. One layer follows the other, so that launches overlap
+as they do when it is served, and the head's weights drive the layers' out of the cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from pellucid.layers.projection_tiles import PREFIX, Projection, parse_tile, plan_tiles
+from pellucid.models.synthetic import SyntheticTensors
+from pellucid.quantization.weight import DENSE_SCHEMES
+from pellucid.runner.gpu_runner import GPURunner
+from pellucid.runner.model_runner import ModelRunner
+from pellucid.selection.bucket import bucket
+from pellucid.selection.decode_path import FUSED
+from pellucid.selection.memory import weight_items
+from pellucid.selection.plan import ExecutionPlan
+from pellucid.step_plan import ScheduledSequence, StepPlan
+from pellucid.traits.model import ModelTraits
+from pellucid.traits.tensors import TensorIndex, canonical_name, layer_of
+from pellucid.tuning.measure import Question
+from pellucid.tuning.problems import CONTEXT
+from pellucid.tuning.projections import APART
+from pellucid.tuning.session import MEASURED, apply_choices
+from pellucid.tuning.timing import Timer, captured, copies_for
+
+if TYPE_CHECKING:
+    import torch
+
+    from pellucid.layers.fused_step import FusedStep
+
+SLICE_BYTES = 8 << 30
+LEAST_LAYERS = 2
+"""Of the last kind in the model, behind those of the other."""
+
+
+def slice_layers(traits: ModelTraits) -> ModelTraits:
+    """The model of the first layers only."""
+    weights = {item.name: item.bytes for item in weight_items(traits, 1)}
+    ends = sum(size for name, size in weights.items() if name.endswith(("embedding", "lm_head", "final norm")))
+    per_layer = max(1, (sum(weights.values()) - ends) // traits.num_layers)
+    kinds = traits.moe_layers
+    least = LEAST_LAYERS + (kinds.index(True) if True in kinds else 0)
+    layers = min(traits.num_layers, max(least, SLICE_BYTES // per_layer))
+    return replace(traits, num_layers=layers, moe_layers=kinds[:layers], mtp_layers=0)
+
+
+def slice_tensors(traits: ModelTraits, tensors: TensorIndex | None, seed: int) -> TensorIndex:
+    """Tensors of `traits`, a slice: drawn where every format can be, else those of its layers."""
+    forms = traits.weights
+    classes = (forms.attention, forms.dense_mlp, forms.routed_experts, forms.shared_experts, forms.lm_head)
+    schemes = {form.scheme for form in (*classes, forms.embedding) if form is not None}
+    if tensors is None or (schemes <= DENSE_SCHEMES and not forms.exceptions):
+        return SyntheticTensors(traits, seed)
+    kept = {}
+    for name, info in tensors.items():
+        place = layer_of(canonical_name(name))
+        if place is None or place[0] < traits.num_layers:
+            kept[name] = info
+    return kept
+
+
+class Steps:
+    """Timers of steps. Runners are kept by the choices that shape them, of the last questions only."""
+
+    def __init__(self, traits: ModelTraits, plan: ExecutionPlan, tensors: TensorIndex | None) -> None:
+        self._traits, self._plan = slice_layers(traits), plan
+        self._tensors = slice_tensors(self._traits, tensors, plan.seed)
+        self._runners: dict[ExecutionPlan, Any] = {}
+
+    def check(self, question: Question, candidate: str) -> str:
+        """Why the step can't be taken: its logits are not finite. Numbers of each op were checked before."""
+        logits = self._logits(question, candidate)
+        return "" if bool(logits.isfinite().all()) else "has logits that are not finite"
+
+    def timer(self, question: Question, candidate: str) -> Timer:
+        import torch
+
+        plan, rows = self._plan_of(question, candidate), question.bucket
+        runner = self._runner(plan, rows)
+        if not isinstance(runner, GPURunner) or question.op == "step.prefill":
+            return Timer([self._layered(runner, question)], torch.device(plan.device), capture=False)
+        fused = runner.fused_with(plan_tiles(plan))
+        with torch.inference_mode():
+            self._fill(runner, rows)
+            # Twice: kernels are compiled and buffers made in the first, and the second must find them made.
+            fused.step(rows)
+            fused.step(rows)
+            replay = captured(lambda: fused.step(rows))
+
+        def step() -> None:
+            replay()
+
+        return _Refilled(step, runner, lambda: self._fill(runner, rows))
+
+    def _logits(self, question: Question, candidate: str) -> torch.Tensor:
+        import torch
+
+        plan, rows = self._plan_of(question, candidate), question.bucket
+        runner = self._runner(plan, rows)
+        if not isinstance(runner, GPURunner) or question.op == "step.prefill":
+            return self._layered(runner, question)()
+        fused = runner.fused_with(plan_tiles(plan))
+        with torch.inference_mode():
+            self._fill(runner, rows)
+            fused.step(rows)
+            return fused.logits(rows)
+
+    def _plan_of(self, question: Question, candidate: str) -> ExecutionPlan:
+        """The plan that a candidate's step is taken under."""
+        if question.op.startswith(PREFIX):
+            given = (*question.given, (f"{question.op}@{question.bucket}", candidate))
+        else:
+            given = question.given if candidate == MEASURED else ()
+        return apply_choices(self._plan, given)
+
+    def _runner(self, plan: ExecutionPlan, rows: int) -> Any:
+        """A runner of the plan, projections aside, with room for one step."""
+        pages = -(-min(self._context(plan) + 64, plan.max_model_len) // plan.page_size)
+        tokens = max(plan.max_num_batched_tokens, 1)
+        room = max(plan.max_num_seqs * pages, -(-(tokens + CONTEXT) // plan.page_size) + 1)
+        decisions = []
+        for d in plan.decisions:
+            if d.op.startswith(PREFIX):
+                continue
+            changes = {"kv.pages": min(plan.num_kv_pages, room), "cuda_graphs": False}
+            decisions.append(replace(d, value=changes.get(d.op, d.value), rejected=(), measured=()))
+        key = replace(plan, decisions=tuple(decisions))
+        if key not in self._runners:
+            # Two, for a step and the step it is compared with: their weights must fit beside each other.
+            while len(self._runners) > 1:
+                self._runners.pop(next(iter(self._runners)))
+            if key.decode_path == FUSED:
+                self._runners[key] = GPURunner(self._traits, self._tensors, key, buckets=(bucket(rows),))
+            else:
+                self._runners[key] = ModelRunner(self._traits, self._tensors, key)
+        return self._runners[key]
+
+    def _context(self, plan: ExecutionPlan) -> int:
+        return max(1, min(CONTEXT, plan.max_model_len - 64))
+
+    def _fill(self, runner: GPURunner, rows: int) -> None:
+        """The same tokens and positions every time: each step moves them on."""
+        import torch
+
+        torch.manual_seed(0)
+        runner.fill_state(min(rows, runner.plan.max_num_seqs), self._context(runner.plan))
+
+    def _layered(self, runner: GPURunner | ModelRunner, question: Question) -> Callable[[], torch.Tensor]:
+        """A step through the layers: decode rows, or one chunk of a prompt."""
+        layered = runner.layered if isinstance(runner, GPURunner) else runner
+        plan = layered.plan
+        context, page = self._context(plan), plan.page_size
+        if question.op == "step.decode":
+            each = -(-context // page)
+            count = min(question.bucket, plan.max_num_seqs, max(1, plan.num_kv_pages // each))
+            scheduled = tuple(
+                ScheduledSequence(str(i), context - 1, (i % self._traits.vocab_size,),
+                                  tuple(range(1 + i * each, 1 + (i + 1) * each)), True, False)
+                for i in range(count)
+            )  # fmt: skip
+            step = StepPlan(0, scheduled, count, count)
+        else:
+            longest = min(plan.max_model_len, plan.num_kv_pages * page)
+            tokens = min(question.bucket, longest)
+            start = max(0, min(context, longest) - tokens)
+            pages = tuple(range(1, 1 + -(-(start + tokens) // page)))
+            ids = tuple(i % self._traits.vocab_size for i in range(tokens))
+            step = StepPlan(0, (ScheduledSequence("0", start, ids, pages, True, True),), 0, tokens)
+        return lambda: layered.launch(step).logits
+
+
+class _Refilled(Timer):
+    """A timer of a step that moves the state on: it is set back before every sample."""
+
+    def __init__(self, step: Callable[[], None], runner: GPURunner, fill: Callable[[], None]) -> None:
+        self._fill = fill
+        super().__init__([step], runner.device, capture=False)
+
+    def _time(self) -> float:
+        self._fill()
+        return super()._time()
+
+
+class Apart:
+    """A projection alone: the product as a step launches it, on copies of its weight that no cache holds."""
+
+    def __init__(self, question: Question, plan: ExecutionPlan) -> None:
+        import torch
+
+        from pellucid.quantization.weight import dtype_of
+
+        self._projection, self._rows = Projection.of(question.op.removeprefix(APART)), question.bucket
+        self._device, self._name, self._dtype = torch.device(plan.device), plan.dtype, dtype_of(plan.dtype)
+        n, k, _ = self._projection
+        torch.manual_seed(0)
+        self._weights = [
+            torch.randn(n, k, device=self._device, dtype=self._dtype).div_(k**0.5)
+            for _ in range(copies_for(n * k * self._dtype.itemsize, self._device))
+        ]
+        self._x = torch.randn(self._rows, k, device=self._device, dtype=self._dtype)
+        self._norm = torch.rand(k, device=self._device, dtype=self._dtype).add_(0.5)
+        self._start = torch.randn(self._rows, n, device=self._device, dtype=self._dtype)
+
+    def check(self, candidate: str) -> str:
+        """Against plain torch in fp32, with what a step adds to the product: a norm, SwiGLU, or the residual."""
+        import torch
+
+        from pellucid.tuning.gate import TOLERANCES, differs
+
+        step, weight, x = self._step(candidate), self._weights[0], self._x.float()
+        normed = torch.nn.functional.rms_norm(x, x.shape[1:], self._norm.float(), 1e-6)
+        for norm in (None, self._norm):
+            plain = (x if norm is None else normed) @ weight.float().t()
+            if self._projection.pair:
+                gate, up = plain.chunk(2, 1)
+                plain = torch.nn.functional.silu(gate) * up
+            out = self._start[:, : plain.shape[1]].clone()
+            residual = norm is None and not self._projection.pair
+            wanted = plain + out.float() if residual else plain
+            self._project(step, weight, out, norm, residual)
+            wrong = differs(out, wanted, TOLERANCES[self._name])
+            if wrong:
+                return f"{'after a norm, ' if norm is not None else ''}{wrong}"
+        return ""
+
+    def timer(self, candidate: str) -> Timer:
+        n, k, pair = self._projection
+        step = self._step(candidate)
+        # Back to the hidden size: added to the residual; all others come behind a norm.
+        residual = not pair and n <= k
+        norm = None if residual else self._norm
+        out = self._start[:, : n // 2 if pair else n].clone()
+        calls = [lambda w=weight: self._project(step, w, out, norm, residual) for weight in self._weights]
+        return Timer(calls, self._device, capture=True)
+
+    def _project(
+        self, step: FusedStep, weight: torch.Tensor, out: torch.Tensor, norm: torch.Tensor | None, residual: bool
+    ) -> None:
+        activation = "silu_mul" if self._projection.pair else None
+        step.project(self._x, weight, out, norm=norm, eps=1e-6, activation=activation, residual=residual)  # type: ignore[arg-type]
+
+    def _step(self, candidate: str) -> FusedStep:
+        """Of what a `FusedStep` has, a product needs rows, buffers, limits and tiles."""
+        from typing import cast
+
+        from pellucid.kernels.device import device_limits
+        from pellucid.layers.fused_step import FusedStep, scratch_space
+
+        nothing = cast(Any, None)
+        return FusedStep(
+            self._rows, nothing, nothing, nothing, nothing, nothing, scratch_space(self._device, self._dtype), 1,
+            device_limits(self._device), {(self._projection, self._rows): parse_tile(candidate)},
+        )  # fmt: skip

@@ -1,0 +1,83 @@
+"""How long calls take: CUDA graphs of them on a card, else the host's clock. Used by `tuning.problems` and `steps`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+SAMPLE_S = 1e-3
+"""Least duration of a sample: calls are repeated that often, so that the timer's own cost is small beside it."""
+
+COLD_BYTES = 192 << 20
+"""What the copies of a call's operands are together, at least: more than the L2 cache of any card."""
+
+MAX_COPIES = 32
+
+
+class Timer:
+    """`sample()` gives seconds a call of all `calls` in turn. Warmed up, and captured in a graph with `capture`.
+
+    Calls on different copies of their operands find them in memory and not in the cache, as in a step.
+    """
+
+    def __init__(self, calls: Sequence[Callable[[], Any]], device: torch.device, capture: bool) -> None:
+        self._calls, self._device, self._cuda = calls, device, device.type == "cuda"
+        for call in calls[:2]:
+            call()
+        self._run: Callable[[], None] = self._launch
+        if capture and self._cuda:
+            # What can't be captured is launched from the host when it is served, too.
+            with suppress(RuntimeError):
+                self._run = captured(self._launch)
+        self._repeats = 1
+        self._repeats = max(1, round(SAMPLE_S / max(self._time(), 1e-6)))
+
+    def sample(self) -> float:
+        return self._time() / self._repeats / len(self._calls)
+
+    def _launch(self) -> None:
+        for call in self._calls:
+            call()
+
+    def _time(self) -> float:
+        if not self._cuda:
+            begin_s = time.perf_counter()
+            for _ in range(self._repeats):
+                self._run()
+            return time.perf_counter() - begin_s
+        import torch
+
+        begin: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        end: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        torch.cuda.synchronize(self._device)
+        begin.record()
+        for _ in range(self._repeats):
+            self._run()
+        end.record()
+        end.synchronize()
+        return float(begin.elapsed_time(end)) * 1e-3
+
+
+def captured(launch: Callable[[], None]) -> Callable[[], None]:
+    """`launch` as a CUDA graph, which it must have run before."""
+    import torch
+
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        launch()
+
+    def replay() -> None:
+        graph.replay()
+
+    return replay
+
+
+def copies_for(num_bytes: int, device: torch.device) -> int:
+    """Copies of operands of `num_bytes` that no cache can hold; one on a CPU, which is not timed so finely."""
+    return 1 if device.type == "cpu" else max(1, min(MAX_COPIES, -(-COLD_BYTES // max(num_bytes, 1))))

@@ -1,0 +1,70 @@
+"""A fused step gives the same logits whatever tiles its plan has for the projections."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
+
+import pytest
+import torch
+
+from pellucid.core import SamplingParams
+from pellucid.kernels.device import DeviceLimits, device_limits
+from pellucid.layers.projection_tiles import parse_tile
+from pellucid.models.fused_decoder import FusedDecoder
+from pellucid.selection.plan import ExecutionPlan
+from pellucid.tuning.measure import Question
+from pellucid.tuning.projections import projections_of
+from pellucid.tuning.steps import Apart
+from tests.kernels.triton.attention_cases import check_close
+from tests.kernels.triton.fused_steps import PAGE, PAGES, FusedSteps
+
+
+@pytest.mark.parametrize("name", ["library", "gemv-64x128-w1", "rows-64x64-w4-p2-s2"])
+def test_a_step_with_measured_tiles_gives_the_logits_of_the_default_ones(
+    name: str, tmp_path: Path, device: torch.device, dtype: torch.dtype
+) -> None:
+    """Of two rows, which norm themselves in a projection of the default: others need a norm before it."""
+    rows = 2
+    steps = FusedSteps.of("llama", rows, tmp_path, device, dtype)
+    prompts = torch.randint(3, 300, (rows, 9), generator=torch.Generator().manual_seed(1)).tolist()
+    steps.layered([steps.row(i, 0, prompts[i][:-1], prefill=True) for i in range(rows)])
+    decode = [steps.row(i, 8, prompts[i][-1:]) for i in range(rows)]
+    wanted = steps.layered(decode)
+
+    tiles = {(p, rows): parse_tile(name) for p in projections_of(steps.decoder.traits, rows)}
+    limits = device_limits(device) if device.type == "cuda" else DeviceLimits(86, 4, 99 << 10)
+    measured = FusedDecoder(
+        steps.decoder, steps.pool, steps.state, steps.ring, PAGE * PAGES, limits, tiles
+    )  # fmt: skip
+    steps.state.prepare(decode, rows, [_greedy()] * rows)
+    measured.step(rows)
+    check_close(measured.logits(rows)[:rows].float(), wanted.double().cpu())
+
+
+def _greedy() -> tuple[SamplingParams, int]:
+    return SamplingParams(temperature=0), 1
+
+
+@pytest.mark.parametrize("name", ["library", "gemv-16x128-w2", "dot-16x128-w1", "rows-64x64-w4-p2-s2"])
+@pytest.mark.parametrize("op", ["apart.projection.96x160", "apart.projection.192x96.swiglu"])
+def test_a_tile_alone_is_checked_with_what_a_step_adds_to_its_product(
+    op: str, name: str, device: torch.device, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from pellucid.kernels import device as devices
+    from pellucid.kernels.triton import row_ops
+
+    bench = Apart(
+        Question(op, 5, (name,)), cast(ExecutionPlan, SimpleNamespace(device=device.type, dtype=_name(dtype)))
+    )
+    if device.type == "cpu":
+        monkeypatch.setattr(devices, "device_limits", lambda _: DeviceLimits(86, 4, 99 << 10))
+    assert bench.check(name) == ""
+    norm = row_ops.rms_norm
+    monkeypatch.setattr(row_ops, "rms_norm", lambda x, *rest, **options: norm(x * 1.1 + 0.1, *rest, **options))
+    assert bench.check(name).startswith("after a norm, ")
+
+
+def _name(dtype: torch.dtype) -> str:
+    return "bf16" if dtype == torch.bfloat16 else "fp16"
