@@ -29,7 +29,7 @@ FOREIGN_FLAGS = {
     "--build-arg", "--constraint", "--create-home", "--from-literal", "--gpus", "--home-dir", "--index-url", "--init",
     "--interval", "--ipc", "--name", "--no-cache-dir", "--no-install-recommends", "--now", "--reload", "--restart",
     "--retries", "--rm", "--shell", "--shm-size", "--start-period", "--system", "--time", "--timeout", "--uid",
-    "--user-group",
+    "--ulimit", "--user-group",
 }  # fmt: skip
 
 
@@ -99,9 +99,11 @@ def exec_start() -> list[str]:
 
 
 @pytest.mark.parametrize("page", ["deploy/README.md", "deploy/Dockerfile", "deploy/pellucid.env", "docs/operate.md"])
-def test_every_flag_that_a_page_names_is_a_flag_of_serve(page: str) -> None:
+def test_every_flag_that_a_page_names_is_a_flag_of_serve_or_doctor(page: str) -> None:
+    from pellucid.cli.doctor import doctor
+
     named = set(FLAG.findall((ROOT / page).read_text())) - FOREIGN_FLAGS
-    assert named <= serve_flags()
+    assert named <= serve_flags() | {flag for option in doctor.params for flag in option.opts}
 
 
 def test_every_route_that_a_page_names_is_there() -> None:
