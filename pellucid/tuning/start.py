@@ -45,13 +45,15 @@ def tune_plan(
 ) -> Tuned:
     """The plan of what is known of this machine's speeds, and with `measure` of what can be found out now.
 
+    A start measures where `--measure` asks for it: until this has run on GPUs, the default reads what `tune` found.
     Nothing is measured at the start of an engine without a GPU unless `--measure full` asks for it: its own kernels
     come first there anyway. Nor with several ranks, whose steps this version does not time.
     `bench`: instead of real backends in a child process, with a `clock` of its own.
     """
     default = resolve({})
     mode: Mode = "full" if args.measure == "full" and measure else "cached"
-    measures = measure and (default.device == "cuda" or mode == "full") and default.tensor_parallel_size == 1
+    wanted = measure and args.measure is not None and (default.device == "cuda" or mode == "full")
+    measures = wanted and default.tensor_parallel_size == 1
     if args.measure == "off":
         return Tuned(default, {}, ())
     store = EvidenceStore.of(hardware, default.device)

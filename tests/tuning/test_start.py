@@ -39,7 +39,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def on_a_card(bench: SimulatedBench | None, may_measure: bool = True, **flags):
-    args = EngineArgs("model", **{"measure_seconds": 3600, **flags})
+    args = EngineArgs("model", **{"measure": "cached", "measure_seconds": 3600, **flags})
     clock = (bench or SimulatedBench({})).clock
     return tune_plan(args, V2_LITE, gpu_machine(), resolver(), {}, may_measure, bench=bench, clock=clock)
 
@@ -98,6 +98,16 @@ def test_the_seconds_of_a_start_are_kept_to_and_a_cold_start_has_fewer_than_twen
     assert start.DEFAULT_SECONDS < 20
 
 
+def test_without_the_flag_a_start_reads_what_is_known_and_measures_nothing(cache):
+    bench = SimulatedBench({**STEP, "library": 45.0})
+    assert on_a_card(bench, measure=None).plan == resolver()({})
+    assert bench.asked == []
+    first = on_a_card(bench)
+    bench = SimulatedBench({})
+    assert on_a_card(bench, measure=None).plan == first.plan
+    assert bench.asked == []
+
+
 def test_several_ranks_are_not_measured_but_take_what_is_known(cache):
     def two(evidence):
         plan = resolver()(evidence)
@@ -105,7 +115,7 @@ def test_several_ranks_are_not_measured_but_take_what_is_known(cache):
         return replace(plan, decisions=tuple(decisions))
 
     bench = SimulatedBench({})
-    found = tune_plan(EngineArgs("model"), V2_LITE, gpu_machine(), two, {}, True, bench=bench)
+    found = tune_plan(EngineArgs("model", measure="cached"), V2_LITE, gpu_machine(), two, {}, True, bench=bench)
     assert bench.asked == [] and not cache.exists()
     assert found.plan == two({})
 
