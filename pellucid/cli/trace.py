@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -18,13 +19,34 @@ from pellucid.cli.trace_options import (
     json_option,
     model_option,
     shared_options,
+    show,
     status,
     traced,
     tree_of,
 )
 
+_ENGINE_NAMED = re.compile(r"(sglang|vllm)(?:==([^@]*))?(?:@(.+))?")
 
-@click.group()
+
+class _Trace(click.Group):
+    """Takes `sglang==0.5.9` and `sglang@FOLDER`, the other verbs' ENGINE, for a verb of that engine."""
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        named = _ENGINE_NAMED.fullmatch(args[0])
+        if named is not None:
+            engine, version, path = named.groups()
+            args = [
+                engine,
+                *(("--version", version) if version else ()),
+                *(("--path", path) if path else ()),
+                *args[1:],
+            ]
+        return super().resolve_command(ctx, args)
+
+
+@click.group(cls=_Trace)
 def trace() -> None:
     """Run an engine's own decision code on a simulated GPU, and show every choice with the line that made it.
 
@@ -37,8 +59,11 @@ trace.add_command(diff)
 trace.add_command(grid)
 
 
+_EXIT_CODES = "Exit code 1: the engine refuses; 3: the tracer could not follow it to the end."
+
+
 def _of_one_engine(name: str, title: str) -> click.Command:
-    @trace.command(name, help=f"Trace {title}: each choice for a model, and its line.")
+    @trace.command(name, help=f"Trace {title}: each choice for a model, and its line.\n\n{_EXIT_CODES}")
     @model_option
     @gpu_option
     @click.option("--version", metavar="X", help="Release to trace, fetched if need be; else the one at hand.")
@@ -49,7 +74,10 @@ def _of_one_engine(name: str, title: str) -> click.Command:
     @click.option("--html", type=click.Path(dir_okay=False, path_type=Path), help="Write the report to this file.")
     @json_option
     @shared_options
+    @click.pass_context
     def command(
+        ctx: click.Context,
+        /,
         model: str,
         gpu: str,
         version: str | None,
@@ -61,6 +89,7 @@ def _of_one_engine(name: str, title: str) -> click.Command:
         as_json: bool,
         **shared: Any,
     ) -> None:
+        from pellucid.tracer.preflight import EXIT_CODES
         from pellucid.tracer.render import render, render_decision, render_log
 
         engine = name + (f"=={version}" if version else "") + (f"@{path}" if path else "")
@@ -74,9 +103,11 @@ def _of_one_engine(name: str, title: str) -> click.Command:
         if as_json:
             click.echo(json.dumps(found.to_json() if field is None else asdict(found.decision(field)), indent=2))
         elif html is None:
-            click.echo(render(found) if field is None else render_decision(found, field))
+            show(render(found) if field is None else render_decision(found, field))
             if log:
-                click.echo("\n" + render_log(found))
+                show("\n" + render_log(found))
+        if found.refusal is not None:
+            ctx.exit(EXIT_CODES["unknown" if found.refusal.ours else "refuses"])
 
     return command
 
@@ -115,7 +146,7 @@ def why(engine: str, field: str, model: str, gpu: str, **shared: Any) -> None:
 
     with status() as progress:
         (found,) = traced([Asked(**shared).request(engine, model, gpu, progress)], progress)
-    click.echo(explain(found, field))
+    show(explain(found, field))
 
 
 @trace.command(epilog=EPILOG)
@@ -136,7 +167,7 @@ def preflight(ctx: click.Context, /, engine: str, model: str, gpu: str, as_json:
     with status() as progress:
         (found,) = traced([Asked(**shared).request(engine, model, gpu, progress)], progress)
     result = check(found)
-    click.echo(json.dumps(result.to_json(), indent=2) if as_json else render_preflight(result))
+    show(json.dumps(result.to_json(), indent=2) if as_json else render_preflight(result))
     ctx.exit(result.exit_code)
 
 
@@ -160,7 +191,7 @@ def verify(ctx: click.Context, /, log: Path, engine: str, model: str, gpu: str, 
     with status() as progress:
         (found,) = traced([Asked(**shared).request(engine, model, gpu, progress)], progress)
     result = compare(found, log.read_text(encoding="utf-8", errors="replace"))
-    click.echo(json.dumps(result.to_json(), indent=2) if as_json else render_verification(result))
+    show(json.dumps(result.to_json(), indent=2) if as_json else render_verification(result))
     ctx.exit(result.exit_code)
 
 

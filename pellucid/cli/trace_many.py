@@ -22,6 +22,7 @@ from pellucid.cli.trace_options import (
     json_option,
     model_folders,
     shared_options,
+    show,
     status,
     traced,
 )
@@ -69,7 +70,7 @@ def diff(
     else:
         left, right = _two_traces(engines, models, gpus, architecture, Asked(**shared))
     found = compare(left, right)
-    click.echo(json.dumps(found.to_json(), indent=2) if as_json else render_diff(found))
+    show(json.dumps(found.to_json(), indent=2) if as_json else render_diff(found))
 
 
 def _two_traces(
@@ -126,7 +127,7 @@ def audit(engine: str, models: tuple[str, ...], gpu: str, as_json: bool, **share
     cases = [read_case(folder, one) for folder, one in zip(folders, traces, strict=True)]
     machine = requests[0].gpu
     report = find(cases, machine.hardware(), requests[0].tensor_parallel or machine.count)
-    click.echo(json.dumps(asdict(report), indent=2) if as_json else render_audit(report))
+    show(json.dumps(asdict(report), indent=2) if as_json else render_audit(report))
 
 
 @click.command()
@@ -159,4 +160,4 @@ def grid(
             for gpu in gpus
         ]
         found = arrange(traced(requests, progress))
-    click.echo(json.dumps(found.to_json(), indent=2) if as_json else render_grid(found, fields))
+    show(json.dumps(found.to_json(), indent=2) if as_json else render_grid(found, fields))

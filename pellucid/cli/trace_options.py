@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import reduce
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 
 Command = Callable[..., Any]
 Depth = Literal["static", "configuration", "layers"]
+
+_PARALLEL_FLAGS = ("--tp-size", "--tp", "--tensor-parallel-size", "-tp")
 
 ENGINE = "sglang or vllm, with a version as in sglang==0.5.9, or a folder as in sglang@SITE_PACKAGES."
 EPILOG = f"ENGINE is {ENGINE}"
@@ -91,12 +94,11 @@ class Asked:
         self, engine: str, model: str | Path, gpu: str, progress: Progress, architecture: str | None = None
     ) -> TraceRequest:
         """Raises PellucidError for an unknown GPU, a model that is not there, or an engine that can't be had."""
-        from pellucid.cli.targets import local_path
         from pellucid.tracer.gpus import simulated_gpu
         from pellucid.tracer.run import TraceRequest
 
         # A mistake in these is told before anything is downloaded.
-        machine, folder = simulated_gpu(gpu, self.tp), local_path(str(model))
+        machine, folder = simulated_gpu(gpu, self.tp or _gpus_of(self.flags)), model_folder(str(model))
         return TraceRequest(
             tree=tree_of(engine, progress),
             model=folder,
@@ -107,6 +109,13 @@ class Asked:
             depth=self.depth,
             environment=self.env,
         )
+
+
+def _gpus_of(flags: Sequence[str]) -> int | None:
+    """GPUs that an engine's flags ask of the one machine; None where they do not say."""
+    words = [word for flag in flags for word in flag.split("=", 1)]
+    number = next((after for word, after in pairwise(words) if word.replace("_", "-") in _PARALLEL_FLAGS), "")
+    return int(number) if number.isdecimal() and int(number) > 0 and "--nnodes" not in words else None
 
 
 def tree_of(engine: str, progress: Progress) -> SourceTree:
@@ -134,6 +143,31 @@ def status() -> Iterator[Progress]:
         yield line.update
     finally:
         line.close()
+
+
+def show(text: str) -> None:
+    """Print text that quotes an engine or a model: what a terminal would obey is shown instead."""
+    click.echo("".join(one if one.isprintable() or one == "\n" else repr(one)[1:-1] for one in text))
+
+
+def model_folder(name: str) -> Path:
+    """The folder of a model, or of one that the hub has; its `config.json` has been read, and is one.
+
+    Raises:
+        PellucidError: there is none.
+    """
+    from pellucid.cli.targets import local_path
+    from pellucid.models.hub import DEMO_MLA, HUB_NAME
+    from pellucid.tracer.sandbox import read_config
+
+    path = Path(name).expanduser()
+    if not path.exists():
+        if name != DEMO_MLA and (name.startswith(".") or not HUB_NAME.fullmatch(name)):
+            raise PellucidError(f"no such model: {name}; give a folder with a config.json, or a hub name")
+        path = local_path(name)
+    folder = path.parent if path.name == "config.json" else path
+    read_config(folder)
+    return folder
 
 
 def model_folders(names: Sequence[str]) -> tuple[Path, ...]:

@@ -18,7 +18,7 @@ from typing import Any
 
 from pellucid.tracer import sources
 from pellucid.tracer.gpus import simulated_gpu
-from pellucid.tracer.record import Trace
+from pellucid.tracer.record import Decision, Site, Trace
 from pellucid.tracer.run import Depth, TraceRequest, trace_many
 
 Row = Mapping[str, Any]
@@ -194,7 +194,18 @@ def _line_difference(label: str, trace: Trace, field: str, place: str, root: Pat
 def _why_value(row: Row, trace: Trace, name: str) -> str:
     if name in _LAYERS and row.get("layer_error"):
         return f"the expectation stopped at: {row['layer_error'][:80]}"
+    decision = next((one for one in trace.decisions if one.field == name), None)
+    earlier = () if decision is None else tuple(one.value for one in decision.history)
+    if name == "block_size" and decision is not None and row["decisions"][name] in earlier:
+        if decision.how == "unknown":
+            return "the expectation is the value before layers were built; the engine sets it once more"
+        if any("block_size" in site.function for site in _sites_of(decision)):
+            return "the expectation is the value before layers were built; the backends of the layers need another"
     return ""
+
+
+def _sites_of(decision: Decision) -> list[Site]:
+    return [site for one in decision.history[-1:] for site in (one.site, *one.stack)]
 
 
 def _why_line(place: str, root: Path, field: str) -> str:

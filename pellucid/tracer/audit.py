@@ -7,8 +7,9 @@ that lies outside of those traits. Choices against a kernel's known limits are r
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,17 @@ from pellucid.hardware.facts import Hardware
 from pellucid.tracer.diff import Parting, diff
 from pellucid.tracer.misfits import KnownMisfit, known_misfits
 from pellucid.tracer.record import Decision, Refusal, Trace
-from pellucid.tracer.render import INDENT, WIDTH, short_site, shorten, show_apart, show_value, table, wrapped
+from pellucid.tracer.text import (
+    INDENT,
+    WIDTH,
+    refusal_text,
+    short_site,
+    shorten,
+    show_apart,
+    show_value,
+    table,
+    wrapped,
+)
 from pellucid.traits.config import TraitReport, read_traits
 from pellucid.traits.model import MLATraits, ModelTraits
 
@@ -53,12 +64,17 @@ class Asymmetry:
 
 @dataclass(frozen=True, slots=True)
 class Siblings:
-    """Models with equal kernel traits. `identical` says whether every trait is equal, not only those."""
+    """Models with equal kernel traits. `identical` says whether every trait is equal, not only those.
+
+    `started` are the models that were compared, `compared` the number of fields that two of them have a value of.
+    """
 
     traits: tuple[str, ...]
     models: tuple[str, ...]
     identical: bool
     asymmetries: tuple[Asymmetry, ...]
+    started: tuple[str, ...]
+    compared: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,9 +95,6 @@ class AuditReport:
     @property
     def by_name(self) -> tuple[tuple[Siblings, Asymmetry], ...]:
         return tuple((group, one) for group in self.groups for one in group.asymmetries if one.by_name)
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def read_case(folder: Path, trace: Trace) -> AuditCase:
@@ -107,7 +120,7 @@ def audit(cases: Sequence[AuditCase], hardware: Hardware, tensor_parallel_size: 
         if case.traits is not None:
             traits = case.traits.traits
             groups.setdefault(kernel_traits(case.traits), []).append((traits, case.trace))
-            misfits += known_misfits(case.trace, traits, hardware, tensor_parallel_size)
+            misfits += known_misfits(case.trace, case.traits, hardware, tensor_parallel_size)
     stopped = [(case.trace.model, case.trace.refusal) for case in cases if case.trace.refusal is not None]
     unread = [(case.trace.model, case.unread) for case in cases if case.traits is None]
     siblings = tuple(_siblings(traits, members) for traits, members in groups.items())
@@ -146,7 +159,7 @@ def render_audit(report: AuditReport, *, width: int = WIDTH) -> str:
             lines += ["", heading, *table(rows)]
     if report.stopped:
         lines += ["", "not started"]
-        lines += table([(model, ("tracer: " if why.ours else "") + why.message) for model, why in report.stopped])
+        lines += table([(model, ("tracer: " if why.ours else "") + refusal_text(why)) for model, why in report.stopped])
     for model, reason in report.unread:
         lines += ["", *wrapped("", f"not compared: {model}: {reason}", width)]
     alone = [model for group in report.groups if len(group.models) == 1 for model in group.models]
@@ -159,7 +172,11 @@ def _siblings(kernel: tuple[str, ...], members: Sequence[tuple[ModelTraits, Trac
     identical = len({_without_tokens(traits) for traits, _ in members}) == 1
     started = [trace for _, trace in members if trace.refusal is None]
     names = tuple(trace.model for _, trace in members)
-    return Siblings(kernel, names, identical, tuple(_asymmetries(started)))
+    known = Counter(one.field for trace in started for one in trace.decisions if one.how != "unknown")
+    compared = sum(times > 1 for times in known.values())
+    return Siblings(
+        kernel, names, identical, tuple(_asymmetries(started)), tuple(trace.model for trace in started), compared
+    )
 
 
 def _asymmetries(traces: Sequence[Trace]) -> Iterator[Asymmetry]:
@@ -192,7 +209,7 @@ def _without_tokens(traits: ModelTraits) -> ModelTraits:
 def _asymmetry_lines(group: Siblings, width: int) -> Iterator[str]:
     """A table for each way in which the models are told apart, and below it the conditions that do."""
     if not group.asymmetries:
-        yield f"{INDENT}treated alike"
+        yield f"{INDENT}{_alike(group)}"
     ways: dict[tuple[tuple[str, ...], ...], list[Asymmetry]] = {}
     for one in group.asymmetries:
         ways.setdefault(tuple(models for _, models in one.values), []).append(one)
@@ -202,6 +219,15 @@ def _asymmetry_lines(group: Siblings, width: int) -> Iterator[str]:
         told = {short_site(one.parting.site): one.parting.left for one in found if one.by_name and one.parting}
         for place, term in told.items():
             yield f"{INDENT * 2}{place}  {shorten(term.expression, 84)}"
+
+
+def _alike(group: Siblings) -> str:
+    """What is known of siblings between which no difference was found."""
+    if len(group.started) < 2:
+        return "not compared: fewer than two of them start"
+    if not group.compared:
+        return "not compared: no field has a known value in two of them"
+    return "treated alike" if group.started == group.models else "those that start are treated alike"
 
 
 def _asymmetry_row(one: Asymmetry) -> tuple[str, str, str, str]:
@@ -217,7 +243,7 @@ def _asymmetry_row(one: Asymmetry) -> tuple[str, str, str, str]:
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise PellucidError(f"{path}: cannot be read as JSON: {error}") from error
     if not isinstance(values, dict):
         raise PellucidError(f"{path}: expected an object")

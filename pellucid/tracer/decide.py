@@ -28,6 +28,7 @@ class _Recorded:
     taint: tuple[str, ...]
     level: Level
     carried: bool
+    order: int
 
 
 def decide(
@@ -41,11 +42,11 @@ def decide(
     owners = {*outcome.get("owners", ()), None}
     histories: dict[str, list[_Recorded]] = defaultdict(list)
     recorded: dict[str, list[_Recorded]] = defaultdict(list)
-    for raw in outcome.get("assignments", ()):
+    for order, raw in enumerate(outcome.get("assignments", ())):
         is_field = raw["owner"] in owners
         # Names that are no fields (`attention_arch`) are recorded for what rests on them.
         made = evidencing.assignment(raw, is_field or raw["field"] not in evidencing.fields)
-        one = _Recorded(made, evidencing.tainting(raw), raw["level"], raw["carried"])
+        one = _Recorded(made, evidencing.tainting(raw), raw["level"], raw["carried"], order)
         recorded[raw["field"]].append(one)
         if is_field:
             histories[raw["field"]].append(one)
@@ -64,6 +65,10 @@ def decide(
 def _decision(
     name: str, value: Any, history: Sequence[_Recorded], outcome: Raw, flags: Sequence[str]
 ) -> tuple[Decision, str | None]:
+    unsettled = outcome.get("unsettled", {}).get(name)
+    if unsettled is not None:
+        note = f"{name}: it was {value!r} so far; {unsettled}"
+        return Decision(name, None, "unknown", "configuration", tuple(one.made for one in history)), note
     # Some versions' parsers hand on a flag in a way of their own; its spelling is the field's.
     given = name in outcome["given"] or f"--{name.replace('_', '-')}" in {word.partition("=")[0] for word in flags}
     default = outcome["defaults"].get(name)
@@ -132,7 +137,7 @@ _NOTHING = (None, "", "None", "NoneType")
 def _layer_history(
     recorded: Mapping[str, Sequence[_Recorded]], fields: tuple[str, ...], values: set[str]
 ) -> list[_Recorded]:
-    """The lines that gave one of these values, each line and value once."""
+    """The lines that gave one of these values until one chose it, in order, each line and value once."""
     found: dict[tuple[str, str], _Recorded] = {}
     for name, history in recorded.items():
         if name in fields or (fields[0] == "backend" and name.endswith("_backend")):
@@ -140,6 +145,9 @@ def _layer_history(
                 # A backend may be given by its dotted path.
                 text = str(one.made.value)
                 if {text, text.rpartition(".")[2]} & values:
-                    found[str(one.made.site), text] = one
-    # A line that gives the path chose; those that give the class have only looked it up.
-    return sorted(found.values(), key=lambda one: "." in str(one.made.value))
+                    found.setdefault((str(one.made.site), text), one)
+    if not found:
+        return []
+    # A line that gives the path chose; those that give the class, or its name, have only looked it up.
+    chose = max(reversed(found.values()), key=lambda one: min(str(one.made.value).count("."), 2))
+    return sorted((one for one in found.values() if one.order <= chose.order), key=lambda one: one.order)

@@ -12,10 +12,12 @@ from typing import Any
 
 from pellucid.tracer.conditions import condition, deciding_terms, telling_terms, tells
 from pellucid.tracer.record import Assignment, Decision, Evidence, Guard, Site, Term, Trace
-from pellucid.tracer.render import (
+from pellucid.tracer.static import is_written_out
+from pellucid.tracer.text import (
     INDENT,
     MARK,
     counted,
+    refusal_text,
     seen_value,
     short_site,
     shorten,
@@ -158,7 +160,8 @@ def render_diff(found: TraceDiff) -> str:
     lines = [f"left   {title(left)}", f"right  {title(right)}"]
     for side, trace in (("left", left), ("right", right)):
         if trace.refusal is not None:
-            lines.append(f"{side} refuses to start: {trace.refusal.message}")
+            what = "is where the tracer stopped, not the engine" if trace.refusal.ours else "refuses to start"
+            lines.append(f"{side} {what}: {refusal_text(trace.refusal)}")
     if not found.differences:
         return "\n".join([*lines, "", f"nothing differs in {counted(found.same, 'field')}"])
     lines.append("")
@@ -275,7 +278,11 @@ def _why(one: Difference, found: TraceDiff) -> str:
         return one.parting.evidence
     if found.by_name_alone:
         return "name"
-    return shorten(one.parting.left.expression, 40) if one.parting is not None else ""
+    if one.parting is not None:
+        return shorten(one.parting.left.expression, 40)
+    sides = [side for side in (one.left, one.right) if side is not None and side.history]
+    handed_on = any(not is_written_out(side.history[-1], side.field) for side in sides)
+    return "computed values" if handed_on else ""
 
 
 def _paths(one: Difference, left: Trace, right: Trace) -> Iterator[str]:

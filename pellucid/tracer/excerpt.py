@@ -30,7 +30,7 @@ class SourceLine:
     html: str
 
 
-class SourceTree:
+class Excerpts:
     """The engine's files below `root`, each read once; without a root, or where a file is not there, nothing."""
 
     def __init__(self, root: Path | None) -> None:

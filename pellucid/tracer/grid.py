@@ -9,7 +9,7 @@ from typing import Any
 
 from pellucid.core import PellucidError
 from pellucid.tracer.record import Decision, Trace
-from pellucid.tracer.render import MARK, WIDTH, shorten, show_value, table, wrapped
+from pellucid.tracer.text import MARK, WIDTH, refusal_text, shorten, show_value, table, wrapped
 
 REFUSED = "✗"
 STOPPED = "?"
@@ -108,7 +108,8 @@ def _refusals(grid: Grid, width: int) -> list[str]:
         for j, trace in enumerate(row):
             if trace is not None and trace.refusal is not None:
                 mark = STOPPED if trace.refusal.ours else REFUSED
-                places.setdefault(f"{mark} {trace.refusal.message}", []).append(f"{grid.rows[i]} on {grid.columns[j]}")
+                reason = f"{mark} {refusal_text(trace.refusal)}"
+                places.setdefault(reason, []).append(f"{grid.rows[i]} on {grid.columns[j]}")
     told = [f"{reason[0]} {'; '.join(where)}: {shorten(reason[2:], MOST_REASON)}" for reason, where in places.items()]
     return [line for text in told for line in wrapped("", text, width)]
 

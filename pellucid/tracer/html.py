@@ -11,14 +11,15 @@ from html import escape
 from pathlib import Path
 
 from pellucid.tracer.conditions import condition, deciding_terms, not_reached, outcome, stopping, tells
-from pellucid.tracer.excerpt import SourceTree
+from pellucid.tracer.excerpt import Excerpts
 from pellucid.tracer.html_style import STYLE
 from pellucid.tracer.record import Assignment, Decision, Guard, Site, Trace
-from pellucid.tracer.render import (
-    LEVELS,
+from pellucid.tracer.render import LEVELS, OTHER_LINES, has_row
+from pellucid.tracer.text import (
     MARK,
+    UNTOLD,
     guard_text,
-    has_row,
+    is_untold,
     kinds_of,
     refusal_text,
     seen_value,
@@ -40,14 +41,14 @@ MOST_EXCERPT = 14
 
 def to_html(trace: Trace, root: Path | None = None) -> str:
     """The page. `root` is where the engine's source is: with it, each decision shows the lines that led to it."""
-    tree = SourceTree(root)
+    source = Excerpts(root)
     told = [one for one in trace.decisions if has_row(one)]
     others = [one for one in trace.decisions if one not in told and one.how != "default"]
     groups = [(meaning, [one for one in told if one.level == level]) for level, meaning in LEVELS.items()]
     body = [_header(trace)]
-    for meaning, found in (*groups, ("set under no condition on the model or the GPU", others)):
+    for meaning, found in (*groups, *_others(others)):
         if found:
-            rows = "\n".join(_decision(one, trace, tree) for one in found)
+            rows = "\n".join(_decision(one, trace, source) for one in found)
             body.append(f"<h2>{escape(meaning[0].upper() + meaning[1:])}</h2>\n{rows}")
     body += [*_defaults(trace), *_log(trace), *_facts(trace)]
     name = escape(f"{trace.engine} {trace.version}: {trace.model} on {trace.gpu}")
@@ -60,6 +61,15 @@ def to_html(trace: Trace, root: Path | None = None) -> str:
     )
 
 
+def _others(found: list[Decision]) -> list[tuple[str, list[Decision]]]:
+    computed = [one for one in found if is_untold(one)]
+    always = [one for one in found if one not in computed]
+    return [
+        ("set under no condition on the model or the GPU", always),
+        ("computed from other values, with no telling condition recorded", computed),
+    ]
+
+
 def _header(trace: Trace) -> str:
     asked = title(trace).partition(", ")[2]
     lines = [f"<h1>{escape(trace.engine)} {escape(trace.version)}</h1>", f'<p class="asked">{escape(asked)}</p>']
@@ -69,9 +79,10 @@ def _header(trace: Trace) -> str:
     return "<header>\n" + "\n".join(lines) + "\n</header>"
 
 
-def _decision(found: Decision, trace: Trace, tree: SourceTree) -> str:
+def _decision(found: Decision, trace: Trace, source: Excerpts) -> str:
     value = "?" if found.how == "unknown" else show_value(found.value, limit=60)
     kinds = "".join(f'<span class="kind {escape(kind)}">{escape(kind)}</span>' for kind in kinds_of(found))
+    kinds = UNTOLD if is_untold(found) else kinds
     mark = f'<span class="mark" title="a stand-in answered on the way">{MARK}</span>' if found.tainted else ""
     place = escape(str(found.site)) if found.site else ""
     head = (
@@ -81,19 +92,20 @@ def _decision(found: Decision, trace: Trace, tree: SourceTree) -> str:
     )
     parts = [f'<p class="why">{_quoted(why(trace, found.field))}</p>']
     if found.history:
-        parts += list(_excerpt(found.history[-1], tree))
+        parts += list(_excerpt(found.history[-1], source))
     if len(found.history) > 1:
-        parts.append("<h3>Earlier values</h3>" + _list(_earlier(one) for one in found.history[:-1]))
+        heading = OTHER_LINES.capitalize() if found.level == "layers" else "Earlier values"
+        parts.append(f"<h3>{heading}</h3>" + _list(_earlier(one) for one in found.history[:-1]))
     parts += _roads(not_reached(found))
     return f"<details>\n{head}\n<div>\n" + "\n".join(parts) + "\n</div>\n</details>"
 
 
-def _excerpt(found: Assignment, tree: SourceTree) -> Iterator[str]:
+def _excerpt(found: Assignment, source: Excerpts) -> Iterator[str]:
     """The deciding line and the conditions around it, as in the file; how they came out stands at the right."""
     near = [one for one in found.guards if one.site.function == found.site.function or tells(one)]
     by_line = {one.site.line: one for one in near[-MOST_EXCERPT:] if one.site.file == found.site.file}
     rows = []
-    for line in tree.excerpt(found.site.file, [*by_line, found.site.line]):
+    for line in source.excerpt(found.site.file, [*by_line, found.site.line]):
         if line.number is None:
             rows.append('<tr class="gap"><th>⋯</th><td></td><td></td></tr>')
             continue

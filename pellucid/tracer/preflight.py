@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from pellucid.tracer.record import Refusal, Trace
-from pellucid.tracer.render import MARK, refusal_text, title
+from pellucid.tracer.text import MARK, refusal_text, title
 
 Verdict = Literal["starts", "refuses", "unknown"]
 
@@ -56,7 +56,7 @@ def render_preflight(found: Preflight) -> str:
         lines.append(f"{who}: {refusal_text(found.refusal)}")
     else:
         lines.append("could not be told: nothing of the engine was run, its source was only read")
-    lines += [f"  it would warn: {text}" for text in found.warnings]
+    lines += [f"  it would warn: {' '.join(text.split())}" for text in found.warnings]
     lines += [f"  note: {text}" for text in found.notes]
     if found.doubts:
         lines.append(f"  {MARK} stand-ins answered for {', '.join(found.doubts)}")

@@ -155,7 +155,8 @@ def _trace(
     if not decisions and refusal is not None and refusal.ours:
         decisions, doubts = _from_source(request, refusal)
     else:
-        decisions = add_roads(decisions, request.tree, outcome, evidencing)
+        decisions, hidden = add_roads(decisions, request.tree, outcome, evidencing)
+        doubts = (*doubts, *hidden)
     return Trace(
         **_head(request, config),
         decisions=decisions,

@@ -9,9 +9,10 @@ from __future__ import annotations
 import json
 import os
 import signal
+import stat
 import subprocess
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,8 @@ main()
 """
 
 _ERROR_TAIL = 2000
+_LARGEST_JSON = 64 << 20
+_DEEPEST_JSON = 200
 
 
 @contextmanager
@@ -95,12 +98,58 @@ def _kill_group(group: int) -> None:
 
 def _result(path: Path, message: str) -> dict[str, Any]:
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        values = _read_json(path, links=False)
+    except (OSError, ValueError) as error:
         values = {}
+        if not isinstance(error, FileNotFoundError):
+            message += f"; what it left can't be read: {_reason(error)}"
     if not isinstance(values, dict) or "refusal" not in values:
         return {"refusal": {"message": message, "site": None, "ours": True}}
     return values
+
+
+def _read_json(path: Path, *, links: bool) -> Any:
+    """The value in a file of which nothing is known: it may be a pipe, a device, endless, or nested without end.
+
+    Raises:
+        OSError: it can't be read.
+        ValueError: it is no regular file, too large, no JSON, or nested deeper than anyone means it.
+    """
+    # A pipe that nobody writes to opens at once this way, and is then refused.
+    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (0 if links else os.O_NOFOLLOW)
+    descriptor = os.open(path, flags)
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise ValueError("it is no regular file")
+        with open(descriptor, "rb", closefd=False) as file:
+            text = file.read(_LARGEST_JSON + 1)
+    finally:
+        os.close(descriptor)
+    if len(text) > _LARGEST_JSON:
+        raise ValueError(f"it is larger than {_LARGEST_JSON >> 20} MiB")
+    try:
+        values = json.loads(text)
+    except RecursionError:
+        values = None
+        level: list[Any] = [None]
+    else:
+        level = [values]
+        for _ in range(_DEEPEST_JSON):
+            level = [one for value in level for one in _inside(value)]
+    if level:
+        raise ValueError(f"it is nested deeper than {_DEEPEST_JSON} levels")
+    return values
+
+
+def _reason(error: OSError | ValueError) -> str:
+    # The path of the child's folder means nothing to the user.
+    return (error.strerror if isinstance(error, OSError) else None) or str(error)
+
+
+def _inside(value: Any) -> Iterable[Any]:
+    if isinstance(value, dict):
+        return value.values()
+    return value if isinstance(value, list) else ()
 
 
 def _environment(folder: Path, extra: Mapping[str, str]) -> dict[str, str]:
@@ -119,6 +168,24 @@ def _environment(folder: Path, extra: Mapping[str, str]) -> dict[str, str]:
     }
 
 
+def read_config(model: Path) -> dict[str, Any]:
+    """The `config.json` of a model directory.
+
+    Raises:
+        PellucidError: it is not there, can't be read, or is none.
+    """
+    try:
+        config = _read_json(model / "config.json", links=True)
+    except (OSError, ValueError) as error:
+        raise PellucidError(f"{model}: no readable config.json ({_reason(error)}); give a model directory") from None
+    if not isinstance(config, dict):
+        raise PellucidError(f"{model / 'config.json'} holds no JSON object")
+    names = config.get("architectures") or []
+    if not isinstance(names, list) or not all(isinstance(name, str) and name.isprintable() for name in names):
+        raise PellucidError(f"{model / 'config.json'}: `architectures` is {names!r}; it must be a list of names")
+    return config
+
+
 def copy_model(model: Path, target: Path, architecture: str | None = None) -> tuple[str, ...]:
     """Show a model directory to the child without its code; returns notes of what was left out.
 
@@ -126,17 +193,16 @@ def copy_model(model: Path, target: Path, architecture: str | None = None) -> tu
     first architecture where that is given. Everything else is linked.
 
     Raises:
-        PellucidError: it has no readable `config.json`.
+        PellucidError: it has no readable `config.json`, or can't be listed.
     """
+    config = read_config(model)
     try:
-        config = json.loads((model / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise PellucidError(f"{model}: no readable config.json ({error}); give a model directory") from None
-    if not isinstance(config, dict):
-        raise PellucidError(f"{model / 'config.json'} holds no JSON object")
+        files = list(model.iterdir())
+    except OSError as error:
+        raise PellucidError(f"{model}: can't be listed ({error.strerror}); its permissions must allow it") from None
     target.mkdir(parents=True)
-    code = [path.name for path in model.iterdir() if path.suffix == ".py"]
-    for path in model.iterdir():
+    code = [path.name for path in files if path.suffix == ".py"]
+    for path in files:
         if path.is_file() and path.suffix != ".py" and path.name != "config.json":
             (target / path.name).symlink_to(path.resolve())
     stripped = _without(config, "auto_map")

@@ -121,10 +121,12 @@ def add_wheel(wheel: Path, progress: Progress | None = None) -> SourceTree:
     Raises:
         PellucidError: it is not a wheel of a known engine.
     """
+    if not wheel.is_file():
+        raise PellucidError(f"{wheel}: no such wheel; give a file such as sglang-0.5.9-py3-none-any.whl")
     name, _, rest = wheel.name.partition("-")
     engine, version = check_engine(name), rest.partition("-")[0]
-    if not _VERSION.fullmatch(version) or not wheel.is_file():
-        raise PellucidError(f"{wheel}: no such wheel; give a file such as {engine}-0.5.9-py3-none-any.whl")
+    if not _VERSION.fullmatch(version):
+        raise PellucidError(f"{wheel}: its name has no version; give a file such as {engine}-0.5.9-py3-none-any.whl")
     make_cache_dir(_sources())
     _unpack(wheel, engine, version, progress, replace=True)
     return _load(_folder(engine, version))

@@ -7,7 +7,7 @@ no guess is made about them. Used by `tracer.run`; needs neither torch nor anyth
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,11 +23,11 @@ Sites = Mapping[str, tuple[Assignment, ...]]
 """Field -> the lines that set it, in the order of files and lines; `value` is the source text of the value."""
 
 
-def sites(tree: SourceTree, rewrites: Callable[[str], bool], rules: Rules, classify: Classify | None = None) -> Sites:
+def sites(tree: SourceTree, rewrites: Callable[[str], bool], rules: Rules) -> Sites:
     """Every assignment to a field of `rules` in the modules that `rewrites` accepts (their dotted names).
 
-    A ternary is two lines, one under its condition and one under the opposite. `classify` says what an operand looks
-    at; by default its words alone tell.
+    A ternary is two lines, one under its condition and one under the opposite. What an operand
+    looks at is told by its words alone.
 
     Raises:
         PellucidError: no module is accepted, or one is not Python of this version.
@@ -42,57 +42,16 @@ def sites(tree: SourceTree, rewrites: Callable[[str], bool], rules: Rules, class
         except (SyntaxError, ValueError) as error:
             raise PellucidError(f"{path} can't be read by this Python ({error}); trace with a newer one") from None
     nodes = [node for node in recorder.sites if node.field is not None]
-    reader = _Reader(recorder, classify or _by_words(node.field for node in nodes))
+    reader = _Reader(recorder, _by_words(node.field for node in nodes))
     found: dict[str, list[Assignment]] = {}
     for node in nodes:
         found.setdefault(str(node.field), []).extend(reader.assignments(node))
     return {field: tuple(_in_order(lines)) for field, lines in found.items()}
 
 
-def declarations(tree: SourceTree, files: Sequence[str], fields: Sequence[str]) -> dict[str, Assignment]:
-    """The lines that declare fields of classes with a default (`page_size: int | None = None`), by field.
-
-    `files` are patterns below the root; the first declaration of a field counts. Where a call declares the default, as
-    `field(default=1)`, the value is that call's text.
-    """
-    found: dict[str, Assignment] = {}
-    for path in sorted(path for pattern in files for path in tree.root.glob(pattern)):
-        text = path.read_text(encoding="utf-8")
-        lines = text.splitlines()
-        for owner in (node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.ClassDef)):
-            for node in owner.body:
-                name = node.target.id if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) else ""
-                if isinstance(node, ast.AnnAssign) and node.value is not None and name in fields:
-                    file = path.relative_to(tree.root).as_posix()
-                    site = Site(file, node.lineno, lines[node.lineno - 1].strip(), owner.name)
-                    found.setdefault(name, Assignment(ast.unparse(node.value), site))
-    return found
-
-
-@dataclass(frozen=True, slots=True)
-class NameGuarded:
-    """Of the `lines` that could set a field, those that stand under a test of a model's name."""
-
-    field: str
-    lines: int
-    by_name: tuple[Assignment, ...]
-
-
-def name_guarded(found: Sites) -> tuple[NameGuarded, ...]:
-    """How much of each field hangs on names, by field."""
-    return tuple(
-        NameGuarded(field, len(lines), tuple(line for line in lines if _tests_a_name(line)))
-        for field, lines in found.items()
-    )
-
-
 def _by_words(fields: Iterable[str | None]) -> Classify:
     evidencing = Evidencing(frozenset(field for field in fields if field), frozenset())
     return lambda node: evidencing.classify({"names": node.names, "strings": node.strings, "stubs": ()})
-
-
-def _tests_a_name(line: Assignment) -> bool:
-    return any(term.evidence == "name" for guard in line.guards for term in guard.terms)
 
 
 def _modules(tree: SourceTree, rewrites: Callable[[str], bool]) -> Iterator[Path]:
@@ -116,7 +75,7 @@ class _Reader:
     def assignments(self, node: SiteNode) -> Iterator[Assignment]:
         around = tuple(self._guard(index, branch) for index, branch in node.branches if branch is not None)
         inside = [self.recorder.guards[index] for index, branch in node.branches if branch is None]
-        value = _value_of(node)
+        value = value_of(node.place.source, node.field)
         if value is None:
             yield Assignment(node.place.source.partition("=")[2].strip(), _site(node.place), around)
             return
@@ -139,26 +98,45 @@ def _site(place: Place) -> Site:
     return Site(place.file, place.line, place.source, place.function)
 
 
-def _value_of(node: SiteNode) -> ast.expr | None:
-    """The expression of the value in the statement's text; None where the text was cut short."""
-    text = node.place.source
-    if text.startswith(f"{node.field!r}: "):
-        text = f"_ = {text.removeprefix(f'{node.field!r}: ')}"
+def is_written_out(line: Assignment, field: str) -> bool:
+    """Whether the line itself says the value: a literal, a member of an enumeration, a class that it makes.
+
+    Otherwise it hands on what other lines computed, and the conditions around it do not tell what decided.
+    """
+    value = value_of(line.site.source, field)
+    return value is not None and all(_says(leaf) for _, leaf in _leaves(value))
+
+
+def _says(value: ast.expr) -> bool:
+    match value:
+        case ast.Constant() | ast.UnaryOp(operand=ast.Constant()):
+            return True
+        case ast.List(elts=parts) | ast.Tuple(elts=parts) | ast.Set(elts=parts):
+            return all(map(_says, parts))
+        case ast.Dict(values=parts):
+            return all(map(_says, parts))
+        case ast.Attribute(value=ast.Name(id=name)) | ast.Call(func=ast.Name(id=name) | ast.Attribute(attr=name)):
+            return name[0].isupper()
+    return False
+
+
+def value_of(text: str, field: str | None) -> ast.expr | None:
+    """The expression of a field's value in a statement's text; None where the text was cut short."""
+    if text.startswith(f"{field!r}: "):
+        text = f"_ = {text.removeprefix(f'{field!r}: ')}"
     try:
         statement = ast.parse(text).body[0]
     except SyntaxError:
         return None
     match statement:
         case ast.Assign(targets=[ast.Tuple(elts=targets)], value=ast.Tuple(elts=values)) if len(targets) == len(values):
-            return next(
-                (value for target, value in zip(targets, values, strict=True) if _sets(target, node.field)), None
-            )
+            return next((value for target, value in zip(targets, values, strict=True) if _sets(target, field)), None)
         case ast.Assign(value=value) | ast.AnnAssign(value=value) | ast.Return(value=value):
             return value
         case ast.AugAssign(target=target, op=operator, value=value):
             return ast.BinOp(target, operator, value)
         case ast.Expr(value=ast.Call(keywords=keywords)):
-            return next((keyword.value for keyword in keywords if keyword.arg == node.field), None)
+            return next((keyword.value for keyword in keywords if keyword.arg == field), None)
     return None
 
 

@@ -12,8 +12,8 @@ from typing import Any, Literal
 
 from pellucid.core import PellucidError
 from pellucid.tracer.record import Decision, LogLine, Trace
-from pellucid.tracer.render import INDENT, MARK, counted, short_site, shorten, show_value, table, title
 from pellucid.tracer.startup_log import Message, Setting, StartupLog, read_startup_log
+from pellucid.tracer.text import INDENT, MARK, counted, short_site, shorten, show_value, table, title
 
 Verdict = Literal["equal", "differs"]
 

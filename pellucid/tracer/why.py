@@ -7,7 +7,8 @@ from typing import Any
 
 from pellucid.tracer.conditions import deciding_terms, not_reached, steps, stopping, telling_terms, tells
 from pellucid.tracer.record import Assignment, Decision, How, Trace
-from pellucid.tracer.render import MARK, kinds_of, short_site, shorten, show_value, term_text, terms_text
+from pellucid.tracer.static import is_written_out
+from pellucid.tracer.text import MARK, is_untold, kinds_of, short_site, shorten, show_value, term_text, terms_text
 
 MOST_STOPPED = 3
 MOST_POSSIBLE = 5
@@ -67,6 +68,12 @@ def _conditions(found: Assignment) -> Iterator[str]:
 
 
 def _earlier(found: Decision) -> Iterator[str]:
+    """Values before the last; of what a layer chose there is no order, only the lines that gave it."""
+    if found.level == "layers":
+        others = [short_site(one.site) for one in found.history[:-1]]
+        if others:
+            yield f"It is given at {', '.join(others)} too."
+        return
     earlier = [f"{show_value(one.value)} ({short_site(one.site)})" for one in found.history[:-1]]
     if earlier:
         yield f"Before that it had been {', then '.join(earlier)}."
@@ -74,12 +81,18 @@ def _earlier(found: Decision) -> Iterator[str]:
 
 def _evidence(found: Decision) -> Iterator[str]:
     kinds = {"name": "the model's name", "trait": "numbers of its config", "hardware": "the GPU"}
-    kinds |= {"package": "installed packages", "environment": "environment variables", "flag": "the user's flags"}
-    told = [kinds[kind] for kind in kinds_of(found) if kind in kinds]
+    kinds |= {
+        "package": "installed packages",
+        "environment": "environment variables",
+        "flag": "the engine's other settings",
+    }
+    told = [kinds[kind] for kind in kinds_of(found) if kind in kinds and not is_untold(found)]
     if told:
         listed = told[0] if len(told) == 1 else f"{', '.join(told[:-1])} and {told[-1]}"
         yield f"It rests on {listed}."
-    if found.history and "name" not in found.evidence:
+    if is_untold(found):
+        yield "That line hands on what others computed, and no recorded condition tells what decided those."
+    elif found.history and "name" not in found.evidence and is_written_out(found.history[-1], found.field):
         yield "None of these conditions looks at a name."
 
 

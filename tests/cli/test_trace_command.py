@@ -158,6 +158,70 @@ def test_preflight_ends_with_the_code_of_its_verdict(
     assert "no kernel" in refused.output
 
 
+@pytest.mark.parametrize(("ours", "code"), [(False, 1), (True, 3)])
+def test_a_trace_that_did_not_reach_the_end_does_not_end_with_0(
+    site_packages: Path,
+    model: Path,
+    asked: list[TraceRequest],
+    monkeypatch: pytest.MonkeyPatch,
+    ours: bool,
+    code: int,
+) -> None:
+    answer, refusal = run.trace_many, Refusal("no kernel", ours=ours)
+    monkeypatch.setattr(
+        run, "trace_many", lambda batch, _: tuple(replace(one, refusal=refusal) for one in answer(batch))
+    )
+    options = ("sglang", "--model", model, "--gpu", "b200", "--path", site_packages)
+    assert invoke(*options).exit_code == code
+    assert json.loads(invoke(*options, "--json").stdout)["refusal"]["message"] == "no kernel"
+
+
+def test_an_engine_s_verb_takes_the_name_that_the_other_verbs_take(
+    site_packages: Path, model: Path, asked: list[TraceRequest]
+) -> None:
+    for named in (f"sglang@{site_packages}", f"vllm=={VERSION}@{site_packages}"):
+        assert invoke(named, "--model", model, "--gpu", "b200").exit_code == 0
+    assert [request.tree.engine for request in asked] == ["sglang", "vllm"]
+
+
+def test_what_an_engine_says_can_not_command_the_terminal(
+    site_packages: Path, model: Path, asked: list[TraceRequest], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answer = run.trace_many
+    line = LogLine("WARNING", "\x1b[2Jgone\nnext\r\x9b1m", Site("a.py", 1, "x"))
+    monkeypatch.setattr(run, "trace_many", lambda batch, _: tuple(replace(one, log=(line,)) for one in answer(batch)))
+    shown = invoke("sglang", "--model", model, "--gpu", "b200", "--path", site_packages, "--log").output
+    assert r"\x1b[2Jgone" in shown
+    assert not set(shown) & set("\x1b\r\x9b")
+    shown = invoke("preflight", f"sglang@{site_packages}", "--model", model, "--gpu", "b200").output
+    (warning,) = (one for one in shown.splitlines() if "it would warn" in one)
+    assert "gone next" in warning
+
+
+def test_gpus_that_the_engine_s_flags_ask_for_must_be_there(
+    site_packages: Path, model: Path, asked: list[TraceRequest], capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ("sglang", "--model", str(model), "--path", str(site_packages), "--gpu")
+    for flags in (("--tp-size", "16"), ("--tp=16",), ("--tensor_parallel_size=16",)):
+        with pytest.raises(SystemExit) as stopped:
+            main(["trace", *options, "h200x8", "--", *flags])
+        assert stopped.value.code
+        assert "has 8 GPUs, but 16 are asked for" in capsys.readouterr().err
+    assert invoke(*options, "h200x8", "--", "--tp-size", 16, "--nnodes", 2).exit_code == 0
+    assert invoke(*options, "h200", "--", "--tp-size", 8).exit_code == 0
+    assert [request.gpu.count for request in asked] == [8, 8]
+
+
+def test_a_model_of_the_hub_is_the_folder_of_its_files(
+    site_packages: Path, model: Path, asked: list[TraceRequest], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pellucid.models.hub.resolve_model", lambda name, weights: model)
+    options = ("--gpu", "b200", "--path", site_packages)
+    for named in ("owner/fake-v3", model / "config.json"):
+        assert invoke("sglang", "--model", named, *options).exit_code == 0
+    assert [request.model for request in asked] == [model, model]
+
+
 def test_verify_ends_with_1_where_the_log_says_otherwise(
     site_packages: Path, model: Path, asked: list[TraceRequest], tmp_path: Path
 ) -> None:
@@ -194,6 +258,9 @@ def test_fetch_takes_a_wheel_and_says_where_its_sources_are(site_packages: Path,
         (("sglang", "--model", "{model}", "--gpu", "h200", "--path", "{model}"), "no sglang-*.dist-info"),
         (("sglang", "--model", "{model}", "--env", "A"), "give NAME=VALUE"),
         (("sglang", "--model", "{model}", "--gpu", "h200", "--version", "new"), "'new' is no version"),
+        (("sglang", "--model", "/nonexistent", "--gpu", "h200"), "give a folder with a config.json, or a hub name"),
+        (("sglang", "--model", "{site}", "--gpu", "h200"), "no readable config.json"),
+        (("fetch", "nothere.whl"), "nothere.whl: no such wheel"),
         (("why", "llama.cpp", "x", "--model", "{model}", "--gpu", "h200"), "known: sglang, vllm"),
         (("audit", "sglang@{site}", "--model", "{site}", "--gpu", "h200"), "no config.json in it"),
         (("diff", "--model", "{model}"), "give --engine once or twice"),

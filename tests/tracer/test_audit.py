@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -12,15 +12,17 @@ from pellucid.core import PellucidError
 from pellucid.hardware import load_hardware
 from pellucid.tracer.audit import AuditCase, audit, kernel_traits, read_case, render_audit
 from pellucid.tracer.misfits import known_misfits
-from pellucid.tracer.record import Decision, Trace
+from pellucid.tracer.record import Decision, Refusal, Trace
 from pellucid.traits.config import TraitReport
 from pellucid.traits.findings import MissingTrait
+from pellucid.traits.missing import SPARSE_INDEXER
 from pellucid.traits.model import ModelTraits
 from tests.selection.models import KIMI_K25
 from tests.tracer import hand_made
 
 PCIE = load_hardware("rtx-pro-6000x8-pcie")
 B200 = load_hardware("b200x8-nvlink")
+SPARSE = TraitReport(KIMI_K25, missing=(MissingTrait(SPARSE_INDEXER, "index_topk = 2048"),))
 
 
 def case(
@@ -105,6 +107,42 @@ def test_a_refused_model_is_listed_with_its_reason_and_not_compared() -> None:
     assert "block-wise fp8" in render_audit(report)
 
 
+def test_alike_is_said_only_of_models_that_were_compared() -> None:
+    refused = case("refused")
+    refused = replace(refused, trace=replace(refused.trace, refusal=hand_made.refusal()))
+    one_left = render_audit(audit([case("known"), refused], B200, 8))
+    assert "treated alike" not in one_left
+    assert "not compared: fewer than two of them start" in one_left
+    two_left = render_audit(audit([case("known"), case("also-known"), refused], B200, 8))
+    assert "those that start are treated alike" in two_left
+
+
+def test_lines_that_were_only_read_compare_nothing() -> None:
+    read = [case("known"), case("also-known")]
+    read = [
+        replace(
+            one,
+            trace=replace(
+                one.trace,
+                decisions=tuple(
+                    replace(decision, how="unknown", value=None, level="static") for decision in one.trace.decisions
+                ),
+            ),
+        )
+        for one in read
+    ]
+    text = render_audit(audit(read, B200, 8))
+    assert "treated alike" not in text
+    assert "not compared: no field has a known value in two of them" in text
+
+
+def test_an_exception_without_words_is_told_by_its_line() -> None:
+    bare = case("bare")
+    refusal = Refusal("AssertionError", hand_made.site(138, 'assert hasattr(config, "num_attention_heads")'))
+    bare = replace(bare, trace=replace(bare.trace, refusal=refusal))
+    assert 'AssertionError, `assert hasattr(config, "num_attention_heads")`' in render_audit(audit([bare], B200, 8))
+
+
 def test_kernel_traits_name_attention_weights_and_special_parts() -> None:
     traits = kernel_traits(TraitReport(KIMI_K25, missing=(MissingTrait("attention sinks", "sinks = true"),)))
     assert traits == (
@@ -126,7 +164,7 @@ def test_kernel_traits_name_attention_weights_and_special_parts() -> None:
 )
 def test_a_kernel_against_its_limit_is_a_known_misfit(field: str, value: str, hardware: object, reason: str) -> None:
     assert hardware in (PCIE, B200)
-    found = known_misfits(decided(field, value), KIMI_K25, hardware, 8)  # type: ignore[arg-type]
+    found = known_misfits(decided(field, value), SPARSE, hardware, 8)  # type: ignore[arg-type]
     assert [(one.field, one.value, one.reason) for one in found] == [(field, value, reason)]
 
 
@@ -137,10 +175,11 @@ def test_a_kernel_against_its_limit_is_a_known_misfit(field: str, value: str, ha
         ("moe_runner_backend", "marlin"),
         ("sampling_backend", "flashinfer"),
         ("grammar_backend", "xgrammar"),
+        ("mm_attention_backend", "fa3"),
     ],
 )
 def test_a_choice_that_fits_or_has_no_declared_limit_is_passed_over(field: str, value: str) -> None:
-    assert known_misfits(decided(field, value), KIMI_K25, PCIE, 8) == ()
+    assert known_misfits(decided(field, value), TraitReport(KIMI_K25), PCIE, 8) == ()
 
 
 def test_one_kernel_behind_two_fields_is_one_misfit() -> None:
@@ -149,7 +188,22 @@ def test_one_kernel_behind_two_fields_is_one_misfit() -> None:
             Decision(name, "fa3", "forced", "configuration") for name in ("nsa_decode_backend", "nsa_prefill_backend")
         )
     )
-    assert len(known_misfits(trace, KIMI_K25, PCIE, 8)) == 1
+    assert len(known_misfits(trace, SPARSE, PCIE, 8)) == 1
+
+
+def test_a_default_that_the_model_does_not_use_is_no_choice() -> None:
+    untouched = hand_made.sglang(decisions=(Decision("nsa_decode_backend", "fa3", "default", "configuration"),))
+    assert known_misfits(untouched, TraitReport(KIMI_K25), PCIE, 8) == ()
+    assert known_misfits(decided("nsa_decode_backend", "fa3"), TraitReport(KIMI_K25), PCIE, 8) == ()
+    assert [one.value for one in known_misfits(untouched, SPARSE, PCIE, 8)] == ["fa3"]
+
+
+@pytest.mark.parametrize("how", ["unknown", "forced"])
+def test_a_page_is_held_against_a_kernel_only_where_it_is_known(how: str) -> None:
+    page = Decision("block_size", 16, how, "configuration")  # type: ignore[arg-type]
+    kernel = Decision("attention_layer_backend", "FLASHINFER_MLA", "forced", "layers")
+    found = known_misfits(hand_made.sglang(decisions=(page, kernel)), TraitReport(KIMI_K25), B200, 8)
+    assert any("page" in one.reason for one in found) is (how == "forced")
 
 
 def test_misfits_are_part_of_the_report_with_their_standing() -> None:
@@ -203,6 +257,6 @@ def test_a_model_without_readable_traits_is_told_and_stops_nothing(tmp_path: Pat
 
 def test_the_json_holds_groups_misfits_and_refusals() -> None:
     report = audit([case("known"), case("derived", in_list=False)], B200, 8)
-    values = json.loads(json.dumps(report.to_json(), default=str))
+    values = json.loads(json.dumps(asdict(report), default=str))
     assert values["groups"][0]["asymmetries"][0]["field"] == "attention_backend"
     assert values["misfits"] == []

@@ -203,8 +203,35 @@ def test_what_was_not_settled_when_a_side_refused_is_no_difference() -> None:
     assert "right refuses to start" in render_diff(found)
 
 
+def test_where_the_tracer_stopped_no_engine_refuses() -> None:
+    stopped = hand_made.sglang(gpu="b200", refusal=hand_made.refusal(ours=True))
+    text = render_diff(diff(hand_made.sglang(), stopped))
+    assert "right is where the tracer stopped, not the engine: block-wise fp8" in text
+    assert "refuses to start" not in text
+
+
 def test_refusals_are_told_for_the_side_that_refuses() -> None:
     refused: Trace = hand_made.sglang(gpu="b200", refusal=hand_made.refusal())
     text = render_diff(diff(hand_made.sglang(), refused))
     assert "right refuses to start" in text
     assert "left refuses" not in text
+
+
+def test_a_difference_that_came_through_a_local_variable_is_given_no_reason() -> None:
+    sides = [
+        hand_made.sglang(
+            gpu=gpu,
+            decisions=(
+                Decision(
+                    "max_num_seqs",
+                    value,
+                    "forced",
+                    "configuration",
+                    (Assignment(value, hand_made.site(2991, "self.max_num_seqs = max_num_seqs")),),
+                ),
+            ),
+        )
+        for gpu, value in (("h200", 1024), ("l40s", 256))
+    ]
+    row = next(line for line in render_diff(diff(*sides)).splitlines() if "1024" in line)
+    assert row.endswith("computed values")

@@ -9,7 +9,7 @@ import pytest
 
 from pellucid.core import PellucidError
 from pellucid.tracer.grid import arrange, render_grid
-from pellucid.tracer.record import Decision, Trace
+from pellucid.tracer.record import Decision, Refusal, Trace
 from tests.tracer import hand_made
 
 
@@ -40,6 +40,12 @@ def test_a_refusal_has_its_own_sign_and_its_reason_once() -> None:
     assert next(line for line in text.splitlines() if line.split()[:1] == ["derived"]).split() == ["derived", "✗", "✗"]
     assert text.count("block-wise fp8") == 1
     assert "derived on sm120x8-pcie; derived on b200" in text
+
+
+def test_an_exception_without_words_is_told_by_its_line() -> None:
+    refusal = Refusal("AssertionError", hand_made.site(138, 'assert hasattr(config, "num_attention_heads")'))
+    text = render_grid(arrange([replace(four()[0], refusal=refusal)]), ["attention_backend"])
+    assert 'AssertionError, `assert hasattr(config, "num_attention_heads")`' in " ".join(text.split())
 
 
 def test_what_the_tracer_could_not_run_is_a_question_and_no_refusal() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from pellucid.tracer.excerpt import SourceTree, colour
+from pellucid.tracer.excerpt import Excerpts, colour
 from pellucid.tracer.html import to_html
 from pellucid.tracer.record import Decision, LogLine, Trace
 from tests.tracer import hand_made
@@ -156,7 +156,7 @@ def test_many_lines_that_were_not_reached_fold_away() -> None:
 
 def test_a_traces_path_never_leaves_the_tree(tree: Path) -> None:
     (tree / "secret.py").write_text("password = 1\n")
-    inner = SourceTree(tree / "pkg")
+    inner = Excerpts(tree / "pkg")
     assert list(inner.excerpt("args.py", [1]))
     assert list(inner.excerpt("../secret.py", [1])) == []
     assert list(inner.excerpt(str(tree / "secret.py"), [1])) == []
@@ -169,7 +169,7 @@ def test_an_excerpt_shows_surroundings_and_gaps() -> None:
 
 
 def _excerpt_of(count: int, lines: list[int]) -> list:  # type: ignore[type-arg]
-    class Fixed(SourceTree):
+    class Fixed(Excerpts):
         def _read(self, file: str) -> tuple[str, ...]:
             return tuple(f"line {number}" for number in range(1, count + 1))
 

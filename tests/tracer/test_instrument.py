@@ -18,8 +18,9 @@ import pytest
 
 from pellucid.tracer.child.imports import after_import
 from pellucid.tracer.child.instrument import install
-from pellucid.tracer.child.recorder import Recorder, brief, plain
+from pellucid.tracer.child.recorder import Recorder
 from pellucid.tracer.child.rewrite import RECORDER, Rules, rewrite
+from pellucid.tracer.child.values import brief, plain
 
 FIELDS = frozenset({"backend", "page_size", "quantization", "kernel"})
 RULES = Rules(FIELDS, declarers={"declare"}, returns={"choose_kernel": "kernel"})
@@ -460,3 +461,101 @@ def test_values_are_shown_short_and_kept_as_json_without_running_their_code() ->
     assert brief({"k": (1,) * 20}).endswith("...)}")
     assert len(brief("x" * 1000)) <= 160
     assert plain({"a": [Loud(), None, 2.5], 3: {"b": True}}) == {"a": ["<Loud>", None, 2.5], "3": {"b": True}}
+
+
+def test_a_value_rests_on_the_conditions_under_which_its_local_variable_was_set(run: Run) -> None:
+    recorder = run(
+        """
+        def defaults(sm):
+            if sm >= 100:
+                sizes = {"server": 64}
+            else:
+                sizes = {"server": 16}
+            return sizes, None
+
+        def main(args):
+            sizes, _ = defaults(args.sm)
+            size = sizes.get("server")
+            args.page_size = size
+            args.page_size = max(args.page_size, 1)
+            args.quantization = "fp8"
+        """
+    )
+    first, last = (one for one in recorder.assignments if one["field"] == "page_size")
+    assert guards(first) == guards(last) == [("sm >= 100", True)]
+    assert [term["value"] for term in first["guards"][0]["terms"]] == ["100"]
+    assert guards(only(recorder, "quantization")) == []
+
+
+def test_a_loop_s_variable_carries_what_decided_the_list(run: Run) -> None:
+    recorder = run(
+        """
+        def order(sm):
+            return ["flashinfer", "fa3"] if sm == 100 else ["fa3"]
+
+        def main(args):
+            best = None
+            for candidate in order(args.sm):
+                if best is None:
+                    best = candidate
+            args.backend = best.upper()
+        """
+    )
+    found = only(recorder, "backend")
+    assert found["value"] == "FLASHINFER"
+    assert guards(found) == [("best is None", True), ("sm == 100", True)]
+    assert found["guards"][0]["terms"][0]["truth"] is True
+
+
+def test_what_was_appended_to_a_list_decides_what_is_taken_from_it_and_min_only_what_it_gave(run: Run) -> None:
+    recorder = run(
+        """
+        def main(args):
+            valid, limit = [], {}
+            for backend in ("trtllm", "fa3"):
+                if args.sm >= 100:
+                    valid.append(backend)
+            if args.arch == "SomeForCausalLM":
+                limit["most"] = 8
+            most = limit["most"]
+            if args.page_size == 1:
+                few = 2
+            args.backend = sorted(valid)[0]
+            args.page_size = min(few, most)
+        """
+    )
+    assert guards(only(recorder, "backend")) == [("args.sm >= 100", True)]
+    assert guards(only(recorder, "page_size")) == [("args.page_size == 1", True)]
+
+
+def test_a_function_that_keeps_its_answers_has_the_conditions_of_the_answer(run: Run) -> None:
+    recorder = run(
+        """
+        from functools import cache
+
+        @cache
+        def order(sm):
+            return ["fa3"] if sm == 100 else []
+
+        def main(args):
+            order(args.sm)
+            found = order(args.sm)
+            args.backend = found[0]
+        """
+    )
+    assert guards(only(recorder, "backend")) == [("sm == 100", True)]
+
+
+def test_what_is_given_to_a_function_decides_with_what_it_returns(run: Run) -> None:
+    recorder = run(
+        """
+        def path_of(name):
+            return "engine." + name
+
+        def main(args):
+            if args.sm == 100:
+                name = "fa4"
+            args.backend = path_of(name)
+        """
+    )
+    assert guards(only(recorder, "backend")) == [("args.sm == 100", True)]

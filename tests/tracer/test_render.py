@@ -9,9 +9,11 @@ import pytest
 
 from pellucid.core import PellucidError
 from pellucid.tracer.conditions import deciding_terms, not_reached, outcome, stopping
+from pellucid.tracer.html import to_html
 from pellucid.tracer.preflight import preflight, render_preflight
-from pellucid.tracer.record import Assignment, Decision, LogLine, trace_from_json
-from pellucid.tracer.render import render, render_decision, render_log, short_site, show_value
+from pellucid.tracer.record import Assignment, Decision, LogLine, Trace, trace_from_json
+from pellucid.tracer.render import render, render_decision, render_log
+from pellucid.tracer.text import short_site, show_value
 from pellucid.tracer.why import why
 from tests.tracer import hand_made
 from tests.tracer.hand_made import by_list, guard, site, term
@@ -257,3 +259,56 @@ def test_preflight_does_not_promise_a_start_that_was_not_run() -> None:
 def test_preflight_repeats_the_engines_warnings_once() -> None:
     line = LogLine("WARNING", "Cuda graph is disabled", site(1841, "logger.warning("))
     assert render_preflight(preflight(hand_made.sglang(log=(line, line)))).count("Cuda graph is disabled") == 1
+
+
+def test_settings_that_nobody_gave_are_not_called_the_users() -> None:
+    rests = replace(hand_made.sglang().decisions[1], evidence=("flag",))
+    trace = hand_made.sglang(flags=(), decisions=(rests,))
+    text = why(trace, "page_size")
+    assert "user" not in text
+    assert "It rests on the engine's other settings." in text
+
+
+def test_other_lines_that_gave_what_a_layer_chose_are_not_called_earlier() -> None:
+    chosen = Assignment("FLASH_ATTN", hand_made.site(30, "return backend"))
+    looked_up = Assignment("pkg.flash.FLASH_ATTN", hand_made.site(90, "return path"))
+    found = Decision("attention_layer_backend", "FLASH_ATTN", "forced", "layers", (chosen, looked_up))
+    trace = hand_made.sglang(decisions=(found,))
+    text = why(trace, "attention_layer_backend")
+    assert "Before that" not in text
+    assert "srt/server_args.py:30" in text
+    full = render_decision(trace, "attention_layer_backend")
+    assert "earlier values" not in full
+    assert "other lines that gave it" in full
+    assert "Earlier values" not in to_html(trace)
+
+
+def handed_on(source: str = "self.max_num_seqs = max_num_seqs") -> Trace:
+    """A limit that another line computed, set where only settings were looked at."""
+    unset = guard(2990, "if self.max_num_seqs is None:", True, term("self.max_num_seqs is None", True, "flag"))
+    found = Assignment(1024, site(2991, source), (unset,))
+    return hand_made.sglang(decisions=(Decision("max_num_seqs", 1024, "forced", "configuration", (found,), ("flag",)),))
+
+
+def test_nothing_is_claimed_of_a_value_that_came_through_a_local_variable() -> None:
+    text = render(handed_on())
+    assert "set under no condition" not in text
+    assert "computed from other values, with no telling condition recorded: max_num_seqs 1024" in text
+    assert "rests on flag" not in render_decision(handed_on(), "max_num_seqs")
+    paragraph = why(handed_on(), "max_num_seqs")
+    assert "None of these conditions looks at a name" not in paragraph and "It rests on" not in paragraph
+    assert "no recorded condition tells what decided those" in paragraph
+    page = to_html(handed_on())
+    assert "Set under no condition" not in page and "Computed from other values" in page
+
+
+@pytest.mark.parametrize("source", ["self.max_num_seqs = 1024", "self.max_num_seqs = Limit.MOST", "return Limit(1024)"])
+def test_a_value_that_its_line_says_is_set_under_no_condition(source: str) -> None:
+    assert "set under no condition on the model or the GPU: max_num_seqs" in render(handed_on(source))
+    assert "None of these conditions looks at a name" in why(handed_on(source), "max_num_seqs")
+
+
+def test_of_a_value_that_is_not_known_nothing_is_said_to_be_computed() -> None:
+    (found,) = handed_on().decisions
+    lost = hand_made.sglang(decisions=(replace(found, how="unknown", value=None),))
+    assert "…" not in render(lost) and "hands on" not in why(lost, "max_num_seqs")

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from pellucid.tracer.conditions import stopping
+from pellucid.tracer.decide import decide
+from pellucid.tracer.evidence import Evidencing
 from pellucid.tracer.gpus import simulated_gpu
 from pellucid.tracer.record import Decision, Trace, trace_from_json
 from pellucid.tracer.run import Depth, TraceRequest, trace_many
@@ -249,3 +251,113 @@ def test_a_tree_that_is_no_longer_that_engine_is_said_to_have_moved(tmp_path: Pa
     assert found.decisions == ()
     assert found.refusal is not None and found.refusal.ours and "its code has moved" in found.refusal.message
     assert any("has none of the modules that decide" in note for note in found.notes)
+
+
+def test_a_field_left_unset_by_code_that_nothing_calls_any_more_is_unknown(tmp_path: Path) -> None:
+    moved = {
+        "        self._handle_fp8_gemm()\n": "        pass\n",
+        "    def _handle_fp8_gemm": (
+            "    def finalize(self):\n        self._handle_fp8_gemm()\n\n    def _handle_fp8_gemm"
+        ),
+    }
+    found = traced(tmp_path, moved)
+    backend = found.decision("fp8_gemm_runner_backend")
+    assert (backend.value, backend.how) == (None, "unknown")
+    assert any("fp8_gemm_runner_backend: left unset" in note and "_handle_fp8_gemm" in note for note in found.notes)
+    assert found.decision("quantization").how == "forced"
+
+
+def test_code_that_no_condition_declined_is_not_in_doubt_where_another_module_imports_it(tmp_path: Path) -> None:
+    hidden = "\n\ndef late_backend(server_args):\n    server_args.fp8_gemm_runner_backend = 'triton'\n"
+    root = write_fake_engine(
+        tmp_path / "engine",
+        replace={"\n\ndef mamba_radix_cache": f"{hidden}\n\ndef mamba_radix_cache"},
+        extra={"sglang/srt/elsewhere.py": "from sglang.srt.arg_groups.overrides import late_backend\n"},
+    )
+    model = write_fake_model(tmp_path / "model")
+    request = TraceRequest(installed("sglang", root), model, simulated_gpu("b200", 1), depth="configuration")
+    found = trace_many([request])[0]
+    assert found.decision("fp8_gemm_runner_backend").how == "default"
+
+
+HOOK = """
+    def update_block_size_for_backend(self, vllm_config):
+        if vllm_config.attention_config.backend == "FLASHINFER_MLA":
+            vllm_config.cache_config.block_size = 32
+"""
+LOADER = {
+    "vllm/model_executor/__init__.py": "",
+    "vllm/model_executor/model_loader/__init__.py": "",
+    "vllm/model_executor/model_loader/utils.py": """
+import torch
+def get_model_architecture(model_config):
+    return torch.nn.Module
+def initialize_model(vllm_config):
+    return torch.nn.Module()
+""",
+    "vllm/distributed/__init__.py": "",
+    "vllm/distributed/parallel_state.py": "",
+    "vllm/v1/__init__.py": "",
+    "vllm/v1/worker/__init__.py": "",
+}
+
+
+@pytest.mark.parametrize("depth", ["layers", "configuration"])
+def test_a_block_size_that_vllm_sets_again_behind_the_layers_is_that_or_unknown(tmp_path: Path, depth: Depth) -> None:
+    root = write_fake_engine(
+        tmp_path / "engine",
+        "vllm",
+        replace={
+            "    def check_and_update_config": f"{HOOK}\n    def check_and_update_config",
+            "        self.hf_config = Simple": "        self.dtype = torch.float16\n        self.hf_config = Simple",
+            "import json\nfrom dataclasses": "import json\nimport torch\nfrom dataclasses",
+            'return getattr(self.hf_config, "kv_lora_rank", None) is not None': (
+                'return getattr(self.hf_config, "kv_lora_rank", None) is not None\n\n'
+                "    hf_text_config = property(lambda self: self.hf_config)"
+            ),
+            "    kernel_config: KernelConfig\n": (
+                "    kernel_config: KernelConfig\n"
+                "    compilation_config = SimpleNamespace(mode=__import__('enum').Enum('Mode', 'NONE').NONE)\n"
+            ),
+        },
+        extra=LOADER,
+    )
+    model = write_fake_model(tmp_path / "model")
+    found = trace_many([TraceRequest(installed("vllm", root), model, simulated_gpu("b200", 1), depth=depth)])[0]
+    block = found.decision("block_size")
+    assert [one.value for one in block.history][:1] == [64]
+    if depth == "layers":
+        assert found.refusal is None
+        assert (block.value, block.how) == (32, "forced")
+        assert site(block)[1] == line_of(root, "vllm/platforms/cuda.py", "block_size = 32")
+    else:
+        assert (block.value, block.how) == (None, "unknown")
+        assert any("block_size: it was 64 so far" in note for note in found.notes)
+
+
+def test_lines_that_look_a_layer_s_backend_up_later_are_not_what_it_had_been_before() -> None:
+    def made(line: int, value: str) -> dict[str, object]:
+        place = {"file": "a.py", "line": line, "source": "x", "function": "f"}
+        return {
+            "field": "attn_backend",
+            "owner": None,
+            "value": value,
+            "site": place,
+            "guards": [],
+            "stack": [],
+            "stubs": [],
+            "level": "layers",
+            "carried": False,
+        }
+
+    layer = {"kind": "attention", "backend": "FLASH", "backend_class": "Flash"}
+    lines = [
+        made(1, "BackendEnum.FLASH"),
+        made(2, "vllm.backends.Flash"),
+        made(3, "Flash"),
+        made(4, "BackendEnum.FLASH"),
+    ]
+    outcome = {"values": {"x": 1}, "defaults": {}, "given": [], "layers": [layer], "assignments": lines}
+    decisions, _ = decide(outcome, Evidencing(frozenset(), frozenset()))
+    found = next(one for one in decisions if one.field == "attention_layer_backend")
+    assert [one.site.line for one in found.history] == [1, 2]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -58,13 +59,28 @@ NATIVE_ATTEMPTS = (
     "native(libc.mkdir((outside + '/new').encode(), 0o700))",
     "native(libc.rename((outside + '/victim').encode(), (outside + '/moved').encode()))",
     "native(libc.execv(b'/bin/true', None))",
+    "native(libc.chmod((outside + '/victim').encode(), 0o400))",
+    "native(libc.fchmod(os.open(outside + '/victim', os.O_RDONLY), 0o400))",
+    "native(libc.chown((outside + '/victim').encode(), 1234, 1234))",
+    "native(libc.utimensat(-100, (outside + '/victim').encode(), None, 0))",
+    "native(libc.setxattr((outside + '/victim').encode(), b'user.x', b'1', 1, 0))",
+    "native(libc.socket(socket.AF_INET, socket.SOCK_DGRAM, 0))",
+    "native(libc.socket(socket.AF_UNIX, socket.SOCK_STREAM, 0))",
+    "native(libc.shmget(0, 4096, 0o1600))",
+    "native(libc.setpriority(0, parent, 19))",
+    "native(libc.kill(parent, 0))",
+    "native(libc.prlimit(parent, 4, (ctypes.c_ulong * 2)(0, 0), None))",
+    "native(libc.setsid())",
+    "native(libc.setpgid(0, 0))",
+    "native(libc.fork())",
+    "native(libc.unshare(0x10000000))",
 )
 
 HOSTILE = """\
 import ctypes, io, logging, os, pathlib, shutil, socket, sqlite3, subprocess, urllib.request
 
 logger = logging.getLogger(__name__)
-outside, port = {outside!r}, {port}
+outside, port, parent = {outside!r}, {port}, {parent}
 libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -120,7 +136,8 @@ def test_a_tree_that_attacks_changes_nothing_and_reaches_nobody(
     tmp_path: Path, outside: Path, listener: socket.socket
 ) -> None:
     attempts = (*FILE_ATTEMPTS, *OTHER_ATTEMPTS, *NATIVE_ATTEMPTS)
-    hostile = HOSTILE.format(outside=str(outside), port=listener.getsockname()[1], attempts=attempts)
+    port = listener.getsockname()[1]
+    hostile = HOSTILE.format(outside=str(outside), port=port, parent=os.getpid(), attempts=attempts)
     root = write_fake_engine(
         tmp_path / "engine",
         replace={RESOLVING: f"{RESOLVING}        from sglang.srt.hostile import attack\n        attack()\n"},
@@ -212,6 +229,80 @@ def test_code_that_does_not_come_back_is_a_limit_of_ours_and_no_other_model_suff
     assert good.refusal is None and good.decision("attention_backend").value == "trtllm_mla"
 
 
+def test_a_process_that_hides_from_its_group_ends_with_the_trace(tmp_path: Path) -> None:
+    marker = tmp_path / "marker"
+    marker.mkdir()
+    hiding = f"""\
+import ctypes, os, time
+libc = ctypes.CDLL(None)
+if libc.fork() == 0:
+    libc.setsid()
+    os.chdir({str(marker)!r})
+    time.sleep(60)
+    os._exit(0)
+time.sleep(0.2)
+"""
+    root = write_fake_engine(tmp_path / "engine", extra={"sglang/__init__.py": hiding})
+    run(root, write_fake_model(tmp_path / "model"))
+    assert not any(_is_in(process, marker) for process in Path("/proc").iterdir() if process.name.isdigit())
+
+
+def _is_in(process: Path, folder: Path) -> bool:
+    try:
+        return (process / "cwd").resolve() == folder
+    except OSError:
+        return False
+
+
+@pytest.mark.parametrize(
+    ("left", "reason"),
+    [
+        ("os.mkfifo(result)", "no regular file"),
+        ("os.mkdir(result)", "no regular file"),
+        ("os.symlink('/dev/zero', result)", "symbolic link"),
+        ("os.truncate(os.open(result, os.O_CREAT | os.O_WRONLY, 0o600), (64 << 20) + 1)", "larger than 64 MiB"),
+        ("open(result, 'w').write('{\"refusal\": ' + '[' * 100_000 + ']' * 100_000 + '}')", "nested deeper"),
+        ("open(result, 'w').write('{\"refusal\": ' + '[' * 300 + ']' * 300 + '}')", "nested deeper"),
+        ("open(result, 'w').write('{')", "can't be read"),
+    ],
+)
+def test_whatever_is_left_in_place_of_a_result_is_a_limit_of_ours(tmp_path: Path, left: str, reason: str) -> None:
+    exec(left, {"os": os, "result": str(tmp_path / "result-0.json")})
+    script = tmp_path / "python"
+    script.write_text("#!/bin/sh\ncat >/dev/null\nexit 0\n")
+    script.chmod(0o755)
+    (found,) = run_child(script, tmp_path, {"runs": [1]}, seconds=5, environment={})
+    assert found["refusal"]["ours"] and reason in found["refusal"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        ('{"a": ' + "[" * 100_000 + "]" * 100_000 + "}", "nested deeper"),
+        ("[]", "holds no JSON object"),
+        ('{"architectures": "LlamaForCausalLM"}', "must be a list of names"),
+        ('{"architectures": ["\\u001b[31mred"]}', r"\\x1b\[31mred"),
+    ],
+)
+def test_a_config_that_is_none_is_refused_by_name(tmp_path: Path, config: str, reason: str) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text(config)
+    with pytest.raises(PellucidError, match=f"model.*{reason}"):
+        copy_model(model, tmp_path / "copy")
+
+
+def test_a_folder_that_can_not_be_listed_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = write_fake_model(tmp_path / "model")
+
+    def refuse(_: Path) -> Iterator[Path]:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "iterdir", refuse)
+    with pytest.raises(PellucidError, match=r"model: can't be listed \(Permission denied\)"):
+        copy_model(model, tmp_path / "copy")
+
+
 def test_an_interpreter_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(PellucidError, match=r"can't start .*no-python"):
         run_child(tmp_path / "no-python", tmp_path, {"runs": []}, seconds=1, environment={})
@@ -221,6 +312,16 @@ def test_nothing_is_left_of_a_child_s_folder() -> None:
     with child_folder() as folder:
         (folder / "file").write_text("x")
     assert not folder.exists()
+
+
+def test_a_flag_that_the_engine_turns_down_is_told_under_its_name(tmp_path: Path) -> None:
+    tree = installed("sglang", write_fake_engine(tmp_path / "engine"))
+    model = write_fake_model(tmp_path / "model")
+    refusal = trace(
+        TraceRequest(tree, model, simulated_gpu("b200", 1), ("--no-such", "1"), depth="configuration")
+    ).refusal
+    assert refusal is not None and not refusal.ours
+    assert refusal.message.startswith("sglang: error: ") and "--no-such" in refusal.message
 
 
 def test_the_engine_sees_a_variable_that_is_named(tmp_path: Path) -> None:

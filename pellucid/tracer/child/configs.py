@@ -77,7 +77,9 @@ def add_unknown_types(config: Mapping[str, Any]) -> tuple[str, ...]:
         if isinstance(name, str) and name not in known.CONFIG_MAPPING_NAMES and name not in extra:
             like = _most_alike(values, known.CONFIG_MAPPING_NAMES) if "kv_lora_rank" in values else None
             base = PretrainedConfig if like is None else known.CONFIG_MAPPING[like]
-            extra[name] = type("UnknownConfig", (base,), {"model_type": name})
+            # Constructors read some fields before they set those that the file gives.
+            early = {} if like is not None else {key: one for key, one in values.items() if isinstance(one, int | float)}
+            extra[name] = type("UnknownConfig", (base,), {**early, "model_type": name})
             notes.append(
                 f"transformers knows no model_type {name!r} and the checkpoint's own code is not run: "
                 f"its config was read as {'a plain one' if like is None else f'one of type {like!r}'}"

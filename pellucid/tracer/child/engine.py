@@ -21,9 +21,10 @@ from typing import Any
 from . import configs, instrument, simulate, wheel
 from .loglines import LogLines
 from .presets import presets_for
-from .recorder import Recorder, plain
+from .recorder import Recorder
 from .rewrite import Rules
 from .stubs import Stubs, import_names, make_stub
+from .values import plain
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +54,10 @@ class Run:
 @dataclass(slots=True)
 class Outcome:
     """What is known of one run: final values, declared defaults, what the user's flags set, every recorded assignment
-    and condition, kinds of layers, log lines, and the engine's refusal or our own limit. It goes to the parent as JSON.
+    and condition, functions that ran, kinds of layers, log lines, and the engine's refusal or our own limit. It goes to
+    the parent as JSON.
 
+    `unsettled` are fields that the engine sets once more where it was not run, with the reason.
     `owners` are the classes whose attributes the fields are: an assignment to another object's is no decision.
     """
 
@@ -63,7 +66,9 @@ class Outcome:
     given: list[str] = field(default_factory=list)
     assignments: list[dict[str, Any]] = field(default_factory=list)
     conditions: list[dict[str, Any]] = field(default_factory=list)
+    entered: list[str] = field(default_factory=list)
     always_set: tuple[str, ...] = ()
+    unsettled: dict[str, str] = field(default_factory=dict)
     layers: list[dict[str, Any]] = field(default_factory=list)
     log: list[dict[str, Any]] = field(default_factory=list)
     owners: list[str] = field(default_factory=list)
@@ -214,6 +219,7 @@ class Engine:
             one["level"] = "layers"
         outcome.assignments = [one for one in self.recorder.assignments if not self._parses(one)]
         outcome.conditions = self.recorder.conditions()
+        outcome.entered = sorted(self.recorder.entered)
         outcome.always_set = self.always_set
         outcome.log = handler.lines
         outcome.stubs = sorted(self.stubs.packages)

@@ -1,7 +1,8 @@
 """What the child process may do: read anything, write in its own folder only, no sockets, no programs.
 
-Installed before any code of the engine runs. The kernel enforces it where it can (Landlock, limits of resources); an
-audit hook of the interpreter says the same to Python code on every machine, with a reason that a traceback shows.
+Installed before any code of the engine runs. The kernel enforces it where it can (Landlock, seccomp, limits of
+resources); an audit hook of the interpreter says the same to Python code on every machine, with a reason that a
+traceback shows.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ import os
 import resource
 import sys
 from typing import Any
+
+from .system_calls import restrict_calls
 
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 _PATH_EVENTS = {
@@ -108,7 +111,9 @@ def restrict_by_kernel(folder: str) -> tuple[str, ...]:
     held = []
     if libc.unshare(_CLONE_NEWNET) == 0 or libc.unshare(_CLONE_NEWUSER | _CLONE_NEWNET) == 0:
         held.append("network")
-    if _restrict_files(libc, folder):
+    # Both, whichever fails: a file is held only where its mode and owner are, too.
+    confined = (_restrict_files(libc, folder), restrict_calls())
+    if all(confined):
         held.append("files")
     return tuple(held)
 

@@ -19,6 +19,7 @@ from .engine import Outcome, Request, Run
 from .engines import ENGINES
 from .guard import Guard, limit_resources, restrict_by_kernel
 from .simulate import gpu_from_json
+from .system_calls import restrict_to_this_process
 
 _MEMORY_GIB = 64
 _EXIT_LIMIT = 70
@@ -28,6 +29,8 @@ def main() -> None:
     started = time.perf_counter()
     request = _request(json.load(sys.stdin))
     sys.dont_write_bytecode = True
+    # Parsers of flags quote it as the program's name.
+    sys.argv = [request.engine]
     limit_resources(_MEMORY_GIB, cpu_seconds=int(4 * request.seconds) + 1)
     guard = Guard(request.folder)
     held = restrict_by_kernel(request.folder)
@@ -51,6 +54,7 @@ def main() -> None:
         if child == 0:
             code = _EXIT_LIMIT
             try:
+                restrict_to_this_process()
                 outcome = engine.run(run)
                 _write(path, outcome, seconds, held)
                 modules.write_text("\n".join(sys.modules), encoding="utf-8")

@@ -6,14 +6,14 @@ a function keeps its own `seen`: the operands that were evaluated in it, so that
 
 from __future__ import annotations
 
-import linecache
 import os
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from enum import Enum
 from types import FrameType
 from typing import Any
+
+from .values import brief, holds, plain, source_line, stub_in, truth_of, type_name
 
 SEEN = "__seen__"
 """The local variable of rewritten functions that holds the operands of this activation."""
@@ -21,7 +21,6 @@ SEEN = "__seen__"
 Seen = dict[Any, Any]
 """Operand's index -> (value, truth, stubs); `~index` of a guard -> truth of a ternary's test."""
 
-_LONGEST = 160
 _DEPTH = 3
 """Of calls that are followed to learn what a condition rests on."""
 
@@ -57,6 +56,14 @@ class GuardNode:
     terms: tuple[int, ...]
 
 
+Mark = tuple[int, int]
+"""How many stubs had answered, and how many functions had returned."""
+
+Flow = dict[tuple[int, bool], Seen]
+"""Conditions that a value came by: the guard's index and the branch -> its operands as they were then."""
+
+_MOST_FLOW = 64
+
 Branches = tuple[tuple[int, bool | None], ...]
 """Conditions around a line, outermost first: the guard's index and the branch; None: look in `seen`."""
 
@@ -70,6 +77,18 @@ class Origin:
 
 
 @dataclass(frozen=True, slots=True)
+class Reads:
+    """What flows into a value: local variables, attributes (of these the fields count), and called functions."""
+
+    variables: tuple[str, ...] = ()
+    attributes: tuple[str, ...] = ()
+    calls: tuple[str, ...] = ()
+
+
+NO_READS = Reads()
+
+
+@dataclass(frozen=True, slots=True)
 class SiteNode:
     """A line that gives `field` a value (or returns one: `field` is None). `owner` are the attributes between the
     variable and the field, of an assignment to an attribute: ("a",) for `self.a.field`."""
@@ -79,6 +98,7 @@ class SiteNode:
     field: str | None
     origin: Origin | None
     owner: tuple[str, ...] | None
+    reads: Reads = NO_READS
 
 
 @dataclass(slots=True)
@@ -107,8 +127,12 @@ class Recorder:
     stubs: list[str] = field(default_factory=list)
     stubbed_functions: dict[str, set[str]] = field(default_factory=dict)
     assignments: list[dict[str, Any]] = field(default_factory=list)
+    entered: set[str] = field(default_factory=set)
     on: bool = False
     _last: _Returned | None = None
+    _returns: int = 0
+    _returned: dict[str, tuple[int, Any, Flow]] = field(default_factory=dict)
+    _given: dict[str, tuple[Any, Flow]] = field(default_factory=dict)
     _evaluated: Seen = field(default_factory=dict)
     _through: dict[tuple[str, int], set[str]] = field(default_factory=dict)
 
@@ -116,6 +140,9 @@ class Recorder:
         """Forget the assignments so far and record those that follow."""
         self.assignments.clear()
         self._evaluated.clear()
+        self.entered.clear()
+        self._returned.clear()
+        self._given.clear()
         self._last, self.on = None, True
 
     def conditions(self) -> list[dict[str, Any]]:
@@ -126,13 +153,18 @@ class Recorder:
             if any(index in self._evaluated for index in node.terms)
         ]
 
-    def mark(self) -> int:
-        return len(self.stubs)
+    def enter(self, function: str) -> Seen:
+        """A function (`file:Class.method`) begins: what this activation will have seen."""
+        self.entered.add(function)
+        return {}
 
-    def term(self, seen: Seen, index: int, mark: int, value: Any) -> Any:
+    def mark(self) -> Mark:
+        return len(self.stubs), self._returns
+
+    def term(self, seen: Seen, index: int, mark: Mark, value: Any) -> Any:
         """An operand was evaluated to `value`; stubs asked since `mark` have answered in it."""
-        truth = _truth(value)
-        asked = set(self.stubs[mark:])
+        truth = truth_of(value)
+        asked = set(self.stubs[mark[0] :])
         for name in self.terms[index].names:
             asked |= self.stubbed_functions.get(name, set())
         operand = seen.pop(_operand(index), None)
@@ -148,32 +180,42 @@ class Recorder:
 
     def test(self, seen: Seen, index: int, value: Any) -> Any:
         """A ternary's whole test, or the outcome of an operator in an assigned value."""
-        seen[~index] = _truth(value)
+        seen[~index] = truth_of(value)
         return value
 
-    def returned(self, seen: Seen, index: int, value: Any) -> Any:
+    def returned(self, seen: Seen, index: int, mark: Mark, value: Any) -> Any:
         node = self.sites[index]
         self._last = _Returned(value, node, seen, self._inner(node.origin, seen, value))
-        if node.field is not None and self.on:
-            self._append(node, seen, value, None, None, sys._getframe(1))
+        if self.on:
+            flow = self._flow(node, seen, mark, value)
+            self._returns += 1
+            self._returned[node.place.function.rpartition(".")[2]] = (self._returns, value, flow)
+            if node.field is not None:
+                self._append(node, seen, value, None, None, sys._getframe(1), flow)
         return value
 
-    def assign(self, seen: Seen, index: int, mark: int, value: Any, owner: Any = None) -> Any:
+    def assign(self, seen: Seen, index: int, mark: Mark, value: Any, owner: Any = None) -> Any:
         """A field is given `value`; `owner` is the object that the statement's target starts with."""
         if self.on:
             node = self.sites[index]
             inner = self._inner(node.origin, seen, value)
-            self._append(node, seen, value, _type_name(owner, node.owner), inner, sys._getframe(1), self.stubs[mark:])
+            flow = self._flow(node, seen, mark, value)
+            self._given[str(node.field)] = value, flow
+            name, stubs = type_name(owner, node.owner), self.stubs[mark[0] :]
+            self._append(node, seen, value, name, inner, sys._getframe(1), flow, stubs)
         return value
 
-    def set_attribute(self, seen: Seen, index: int, mark: int, owner: Any, name: Any, value: Any) -> None:
+    def set_attribute(self, seen: Seen, index: int, mark: Mark, owner: Any, name: Any, value: Any) -> None:
         """`setattr(owner, name, value)`: a field whose name is known only now."""
         setattr(owner, name, value)
         if self.on and isinstance(name, str):
             node = self.sites[index]
-            named = SiteNode(node.place, node.branches, name, node.origin, ())
+            named = SiteNode(node.place, node.branches, name, node.origin, (), node.reads)
             inner = self._inner(node.origin, seen, value)
-            self._append(named, seen, value, type(owner).__name__, inner, sys._getframe(1), self.stubs[mark:])
+            flow = self._flow(named, seen, mark, value)
+            self._given[name] = value, flow
+            stubs = self.stubs[mark[0] :]
+            self._append(named, seen, value, type(owner).__name__, inner, sys._getframe(1), flow, stubs)
             self.assignments[-1]["carried"] = inner is None
 
     def local(self, seen: Seen, name: str, callee: str, value: Any) -> Any:
@@ -181,12 +223,51 @@ class Recorder:
         seen[f"local {name}"] = self._inner(Origin(callee, is_local=False), seen, value)
         return value
 
+    def kept(self, seen: Seen, index: int, mark: Mark, names: tuple[str, ...], value: Any) -> Any:
+        """Local variables are given `value`: what decided it flows on into the values that they are read for."""
+        if self.on:
+            flow = self._flow(self.sites[index], seen, mark, value)
+            seen.update({_flow_of(name): (value, flow) for name in names})
+        return value
+
+    def grown(self, seen: Seen, index: int, mark: Mark, name: str, value: Any) -> Any:
+        """A local collection is given `value` too: what decided that joins what decided the others."""
+        if self.on:
+            flow = self._flow(self.sites[index], seen, mark, value)
+            whole, before = seen.get(_flow_of(name), (_NOT_KNOWN, {}))
+            seen[_flow_of(name)] = whole, {**flow, **before}
+        return value
+
+    def _flow(self, node: SiteNode, seen: Seen, mark: Mark, value: Any) -> Flow:
+        """The conditions around a line, and those of what flows into its value since `mark`.
+
+        Where the value is one of those that are read, as in `min(a, b)`, only that one counts.
+        """
+        flow: Flow = {}
+        for index, branch in node.branches:
+            taken = seen.get(~index) if branch is None else branch
+            if taken is not None:
+                flow[index, bool(taken)] = {one: seen[one] for one in self.guards[index].terms if one in seen}
+        unknown: tuple[Any, Flow] = (_NOT_KNOWN, {})
+        sources = [seen.get(_flow_of(name), unknown) for name in node.reads.variables]
+        sources += [self._given.get(name, unknown) for name in node.reads.attributes]
+        chosen = [source for one, source in sources if _is(one, value)]
+        found = chosen or [source for _, source in sources]
+        returned = [self._returned[name] for name in node.reads.calls if name in self._returned]
+        # A function that keeps its answers has returned this very object before.
+        found += [source for count, one, source in returned if count > mark[1] or _is_object(one, value)]
+        for source in found:
+            for key, operands in source.items():
+                if len(flow) < _MOST_FLOW:
+                    flow.setdefault(key, operands)
+        return flow
+
     def _inner(self, origin: Origin | None, seen: Seen, value: Any) -> _Returned | None:
         """The `return` that a value came from, if that was seen."""
         if origin is None:
             return None
         last = seen.get(f"local {origin.name}") if origin.is_local else self._last
-        if last is None or not (last.value is value or (origin.is_local and _holds(last.value, value))):
+        if last is None or not (last.value is value or (origin.is_local and holds(last.value, value))):
             return None
         return last if origin.is_local or last.node.place.function.rpartition(".")[2] == origin.name else None
 
@@ -198,15 +279,21 @@ class Recorder:
         owner: str | None,
         inner: _Returned | None,
         frame: FrameType,
+        flow: Flow,
         stubs: Iterable[str] = (),
     ) -> None:
         stack, outer = self._callers(frame.f_back)
         guards = [*outer, *self.branches(node.branches, seen)]
-        places = [node.place]
+        places, shown = [node.place], [*node.branches]
         while inner is not None:
             places.append(inner.node.place)
             guards += self.branches(inner.node.branches, inner.seen)
+            shown += inner.node.branches
             inner = inner.inner
+        around = {index for index, _ in shown}
+        for (index, taken), operands in flow.items():
+            if index not in around:
+                guards += self.branches(((index, taken),), operands)
         *outer_places, place = places
         self.assignments.append(
             {
@@ -216,7 +303,7 @@ class Recorder:
                 "site": place.to_json(),
                 "guards": guards,
                 "stack": [one.to_json() for one in reversed(outer_places)] + stack,
-                "stubs": sorted({*stubs, *_stub_in(value)}),
+                "stubs": sorted({*stubs, *stub_in(value)}),
                 "level": "configuration",
                 "carried": False,
             }
@@ -267,7 +354,7 @@ class Recorder:
             file = frame.f_code.co_filename
             if file.startswith(self.root):
                 line, name = frame.f_lineno, frame.f_code.co_name
-                source = _source_line(file, line)
+                source = source_line(file, line)
                 stack.append(Place(self.relative(file), line, source, name).to_json())
                 branches = self.lines.get(file, {}).get(line, ())
                 seen = frame.f_locals.get(SEEN)
@@ -280,79 +367,20 @@ class Recorder:
         return os.path.relpath(file, self.root).replace(os.sep, "/")
 
 
-def _holds(unpacked: Any, value: Any) -> bool:
-    return isinstance(unpacked, tuple) and any(one is value for one in unpacked)
+_NOT_KNOWN = object()
 
 
-def _stub_in(value: Any) -> tuple[str, ...]:
-    """The package of a value that is a stub itself."""
-    name = vars(value if isinstance(value, type) else type(value)).get("_stub_name")
-    return (str(name).partition(".")[0],) if name else ()
+def _is(one: Any, value: Any) -> bool:
+    return one is value or (type(one) is type(value) and isinstance(one, int | float | str) and bool(one == value))
+
+
+def _is_object(one: Any, value: Any) -> bool:
+    return one is value and isinstance(one, list | dict | set)
+
+
+def _flow_of(name: str) -> str:
+    return f"flow {name}"
 
 
 def _operand(index: int) -> str:
     return f"operand {index}"
-
-
-def _truth(value: Any) -> bool | None:
-    # Not `hasattr`: a stub has every attribute. The truth of an array is not asked, it may have none.
-    if any("shape" in vars(one) for one in type(value).__mro__):
-        return None
-    try:
-        return bool(value)
-    except (TypeError, ValueError, RuntimeError):
-        return None
-
-
-def _type_name(owner: Any, attributes: tuple[str, ...] | None) -> str | None:
-    """The class of the object whose attribute is set: `owner.a.b.field` has `attributes` ("a", "b")."""
-    if attributes is None:
-        return None
-    for name in attributes:
-        owner = getattr(owner, name, None)
-    return type(owner).__name__
-
-
-def _source_line(file: str, line: int) -> str:
-    return linecache.getline(file, line).strip()
-
-
-def brief(value: Any) -> str:
-    """One short line for a value; objects are shown by their type, so that no code of theirs runs."""
-    if value is None or isinstance(value, bool | int | float):
-        text = repr(value)
-    elif isinstance(value, str):
-        text = repr(str(value)) if not isinstance(value, Enum) else f"{type(value).__name__}.{value.name}"
-    elif isinstance(value, Enum):
-        text = f"{type(value).__name__}.{value.name}"
-    elif isinstance(value, list | tuple | set | frozenset):
-        few = ", ".join(brief(one) for one in list(value)[:8]) + (", ..." if len(value) > 8 else "")
-        text = f"({few})" if isinstance(value, tuple) else f"[{few}]" if isinstance(value, list) else f"{{{few}}}"
-    elif isinstance(value, dict):
-        few = ", ".join(f"{brief(key)}: {brief(one)}" for key, one in list(value.items())[:6])
-        text = f"{{{few}}}" if len(value) <= 6 else f"{{{few}, ...}}"
-    elif isinstance(value, type):
-        text = value.__qualname__
-    elif type(value).__module__ == "torch":
-        text = str(value)
-    else:
-        text = f"<{type(value).__name__}>"
-    return text if len(text) <= _LONGEST else text[: _LONGEST - 3] + "..."
-
-
-def plain(value: Any, depth: int = 4) -> Any:
-    """The value as JSON can hold it: enums and dtypes by name, records as dictionaries, other objects by type."""
-    if isinstance(value, Enum) and not isinstance(value, str):
-        return f"{type(value).__name__}.{value.name}"
-    if value is None or isinstance(value, bool | int | float | str):
-        return value.value if isinstance(value, Enum) else value
-    if depth == 0:
-        return brief(value)
-    if isinstance(value, list | tuple | set | frozenset):
-        return [plain(one, depth - 1) for one in value]
-    if isinstance(value, dict):
-        return {str(key): plain(one, depth - 1) for key, one in value.items()}
-    names = getattr(type(value), "__dataclass_fields__", None) or getattr(type(value), "__struct_fields__", None)
-    if names:
-        return {name: plain(getattr(value, name, None), depth - 1) for name in names}
-    return brief(value)

@@ -15,7 +15,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from .recorder import SEEN, Branches, GuardNode, Origin, Place, Recorder, SiteNode, TermNode
+from . import syntax
+from .recorder import NO_READS, SEEN, Branches, GuardNode, Origin, Place, Reads, Recorder, SiteNode, TermNode
 from .syntax import callee_of, names_in, origin_of, owner_of, reads_locals, strings_in, with_seen
 
 RECORDER = "__recorder__"
@@ -24,6 +25,7 @@ _CLASS_NAME = re.compile(r"[A-Z][A-Za-z0-9_]+")
 _UNPACKED = "()"
 """Stands for the variable that holds a tuple while it is unpacked."""
 
+_GROWING = frozenset({"append", "add", "extend", "update"})
 _LEAVING = (ast.Return, ast.Raise, ast.Continue, ast.Break)
 _Function = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -106,7 +108,10 @@ class _Rewriter(ast.NodeTransformer):
         return node
 
     def visit_For(self, node: ast.For) -> ast.For:
+        reads = syntax.reads_in(node.iter)
         node.iter = self.visit(node.iter)
+        if self._in_function():
+            node.iter = self._kept(syntax.variables_in(node.target), node.iter, tuple(self._around), reads)
         node.body, node.orelse = self.block(node.body), self.block(node.orelse)
         return node
 
@@ -141,7 +146,9 @@ class _Rewriter(ast.NodeTransformer):
         self._scopes.append((node.name, True))
         original = list(node.body)
         body = self.block(node.body)
-        node.body = body if reads_locals(node) else with_seen(original, body)
+        entered = self._enter(node)
+        plain = [ast.copy_location(ast.Expr(entered), node), *body]
+        node.body = plain if reads_locals(node) else with_seen(original, body, entered)
         self._scopes.pop()
         self._around = around
         return node
@@ -154,11 +161,10 @@ class _Rewriter(ast.NodeTransformer):
         self._scopes.pop()
         return node
 
-    def _leave_alone(self, node: ast.AST) -> ast.AST:
+    def visit_Lambda(self, node: ast.AST) -> ast.AST:
         return node
 
-    visit_Lambda = visit_ListComp = visit_SetComp = visit_DictComp = visit_GeneratorExp = _leave_alone
-    visit_JoinedStr = visit_Assert = _leave_alone
+    visit_ListComp = visit_SetComp = visit_DictComp = visit_GeneratorExp = visit_JoinedStr = visit_Assert = visit_Lambda
 
     # Conditions.
 
@@ -235,6 +241,9 @@ class _Rewriter(ast.NodeTransformer):
         return node
 
     def visit_AugAssign(self, node: ast.AugAssign) -> list[ast.stmt]:
+        if isinstance(node.target, ast.Name) and self._in_function():
+            reads = syntax.reads_in(ast.BinOp(ast.Name(node.target.id, ast.Load()), node.op, node.value))
+            node.value = self._kept((node.target.id,), node.value, tuple(self._around), reads)
         return [node, *(self._reads([node.target], node, self._text(node)) if self._in_function() else ())]
 
     def visit_NamedExpr(self, node: ast.NamedExpr) -> ast.NamedExpr:
@@ -242,13 +251,16 @@ class _Rewriter(ast.NodeTransformer):
         return node
 
     def _assigned(self, targets: list[ast.expr], value: ast.expr, line: int, text: str) -> ast.expr:
-        origin = origin_of(value)
+        origin, reads = origin_of(value), syntax.reads_in(value)
         wrapped, branches = self._value(value)
         for target in targets:
+            wrapped = self._kept(syntax.variables_in(target), wrapped, branches, reads)
+            if isinstance(target, ast.Subscript) and isinstance(target.value, ast.Name):
+                wrapped = self._kept((target.value.id,), wrapped, branches, reads, "grown")
             name = self._field_of(target)
             if name is not None:
                 root, attributes = owner_of(target)
-                index = self._site(line, text, branches, name, origin, attributes)
+                index = self._site(line, text, branches, name, origin, attributes, reads)
                 wrapped = self._call("assign", value, ast.Constant(index), self._mark(value), wrapped, *root)
         return wrapped
 
@@ -280,12 +292,17 @@ class _Rewriter(ast.NodeTransformer):
     def visit_Call(self, node: ast.Call) -> ast.Call:
         callee = callee_of(node)
         if callee == "setattr" and isinstance(node.func, ast.Name) and len(node.args) == 3 and self._in_function():
-            index = self._site(node.lineno, self._text(node), tuple(self._around), None, origin_of(node.args[2]), None)
+            origin, reads = origin_of(node.args[2]), syntax.reads_in(node.args[2])
+            index = self._site(node.lineno, self._text(node), tuple(self._around), None, origin, None, reads)
             arguments = [self.visit(one) for one in node.args]
             return self._call("set_attribute", node, ast.Constant(index), self._mark(node), *arguments)
-        text = self._text(node)
+        text, grows = self._text(node), callee in _GROWING and len(node.args) == 1 and self._in_function()
+        reads = syntax.reads_in(node.args[0]) if grows else NO_READS
+        growing = node.func.value if grows and isinstance(node.func, ast.Attribute) else None
         node.func = self.visit(node.func)
         node.args = [self.visit(one) for one in node.args]
+        if isinstance(growing, ast.Name) and not isinstance(node.args[0], ast.Starred):
+            node.args[0] = self._kept((growing.id,), node.args[0], tuple(self._around), reads, "grown")
         for keyword in node.keywords:
             name = keyword.arg
             if name in self._rules.fields and callee in self._rules.declarers and name and self._in_function():
@@ -296,21 +313,21 @@ class _Rewriter(ast.NodeTransformer):
         return node
 
     def _declared(self, name: str, value: ast.expr, text: str) -> ast.expr:
-        line, origin = value.lineno, origin_of(value)
+        line, origin, reads = value.lineno, origin_of(value), syntax.reads_in(value)
         wrapped, branches = self._value(value)
-        index = self._site(line, text, branches, name, origin, None)
+        index = self._site(line, text, branches, name, origin, None, reads)
         return self._call("assign", value, ast.Constant(index), self._mark(value), wrapped)
 
     def visit_Return(self, node: ast.Return) -> ast.Return:
         if node.value is None or not self._in_function():
             return node
-        text, origin = self._text(node), origin_of(node.value)
+        text, origin, reads = self._text(node), origin_of(node.value), syntax.reads_in(node.value)
         self._recorder.reads.setdefault(self._scopes[-1][0], set()).update(names_in(node.value), strings_in(node.value))
         wrapped, branches = self._value(node.value)
         name = self._rules.returns.get(self._scopes[-1][0])
-        index = self._site(node.lineno, text, branches, name, origin, None)
+        index = self._site(node.lineno, text, branches, name, origin, None, reads)
         self._read_by_branches(branches)
-        node.value = self._call("returned", node, ast.Constant(index), wrapped)
+        node.value = self._call("returned", node, ast.Constant(index), self._mark(node), wrapped)
         return node
 
     def _read_by_branches(self, branches: Branches) -> None:
@@ -320,6 +337,16 @@ class _Rewriter(ast.NodeTransformer):
             for term in self._recorder.guards[guard].terms:
                 node = self._recorder.terms[term]
                 read.update(node.names, node.strings)
+
+    def _kept(
+        self, names: tuple[str, ...], value: ast.expr, branches: Branches, reads: Reads, method: str = "kept"
+    ) -> ast.expr:
+        """The value of local variables: what decided it is known where they are read."""
+        if not names:
+            return value
+        index = self._site(value.lineno, "", branches, None, None, None, reads)
+        known: Any = names if method == "kept" else names[0]
+        return self._call(method, value, ast.Constant(index), self._mark(value), ast.Constant(known), value)
 
     # Nodes of the tables, and pieces of syntax.
 
@@ -351,23 +378,22 @@ class _Rewriter(ast.NodeTransformer):
         name: str | None,
         origin: Origin | None,
         owner: tuple[str, ...] | None,
+        reads: Reads = NO_READS,
     ) -> int:
-        self._recorder.sites.append(SiteNode(self._place(line, text), branches, name, origin, owner))
+        self._recorder.sites.append(SiteNode(self._place(line, text), branches, name, origin, owner, reads))
         return len(self._recorder.sites) - 1
 
     def _call(self, method: str, where: ast.AST, *arguments: ast.expr) -> ast.Call:
-        function = ast.Attribute(ast.Name(RECORDER, ast.Load()), method, ast.Load())
-        call = ast.Call(function, [ast.Name(SEEN, ast.Load()), *arguments], [])
-        return ast.copy_location(call, where)
+        return syntax.call_of(RECORDER, method, where, ast.Name(SEEN, ast.Load()), *arguments)
+
+    def _enter(self, where: ast.AST) -> ast.Call:
+        place = f"{self._file}:{'.'.join(name for name, _ in self._scopes)}"
+        return syntax.call_of(RECORDER, "enter", where, ast.Constant(place))
 
     def _mark(self, where: ast.AST) -> ast.Call:
-        function = ast.Attribute(ast.Name(RECORDER, ast.Load()), "mark", ast.Load())
-        return ast.copy_location(ast.Call(function, [], []), where)
+        return syntax.call_of(RECORDER, "mark", where)
 
     def _text(self, node: Any, longest: int = _LONGEST_STATEMENT) -> str:
         """The source of a node on one line."""
-        lines = [line.encode() for line in self._lines[node.lineno - 1 : node.end_lineno]]
-        lines[-1] = lines[-1][: node.end_col_offset]
-        lines[0] = lines[0][node.col_offset :]
-        text = " ".join(line.strip().decode() for line in lines)
+        text = syntax.source_of(self._lines, node)
         return text if len(text) <= longest else text[: longest - 3] + "..."

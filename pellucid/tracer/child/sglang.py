@@ -17,8 +17,8 @@ from typing import Any
 
 from . import configs, meta
 from .engine import Engine, Outcome, Request, Run, declared_fields, find_attribute, import_or_moved, values_of
-from .recorder import plain
 from .rewrite import Rules
+from .values import plain
 
 _PARTS = {"arg_utils", "choices", "argparse_actions", "field_order", "fields"}
 """Modules below `arg_groups` that declare or parse, and decide nothing."""
@@ -52,7 +52,7 @@ class SGLang(Engine):
             "log_level", "device", "revision", "speculative_draft_model_path", "model_config", "trust_remote_code",
         }
     )  # fmt: skip
-    always_set = ("page_size", "sampling_backend")
+    always_set = ("attention_backend", "page_size", "sampling_backend")
     # deep_gemm comes inside sgl-kernel; the others are what its requirements require.
     optional_packages = frozenset(
         {

@@ -16,8 +16,8 @@ from typing import Any
 from . import meta, simulate
 from .engine import Engine, Outcome, Request, Run, declared_fields, find_attribute, import_or_moved
 from .imports import after_import
-from .recorder import plain
 from .rewrite import Rules
+from .values import plain
 
 _WHERE = MappingProxyType(
     {
@@ -63,6 +63,8 @@ _MOE_BACKENDS = (
     "fp8_backend", "nvfp4_backend", "unquantized_backend", "mxfp4_backend", "wna16_backend", "wna16_moe_backend",
     "mxfp4_moe_backend", "kernel_backend", "backend",
 )  # fmt: skip
+
+_BLOCK_SIZE_HOOK = "update_block_size_for_backend"
 
 _DEEP_GEMM = "vllm.third_party.deep_gemm"
 
@@ -167,6 +169,8 @@ class VLLM(Engine):
         arguments = engine_arguments.from_cli_args(parsed)
         configuration = arguments.create_engine_config(self._usage)
         outcome.owners = [type(arguments).__name__, *self._read(configuration, outcome)]
+        if hasattr(self._platform(), _BLOCK_SIZE_HOOK):
+            outcome.unsettled["block_size"] = "it is set once more when the layers are there, and they were not built"
         return configuration
 
     def _read(self, configuration: Any, outcome: Outcome, without: str = "") -> list[str]:
@@ -213,11 +217,33 @@ class VLLM(Engine):
         finally:
             # Constructors change the configuration too: the cache's dtype, for one.
             self._read(configuration, outcome, without="compilation_config")
+        self._settle_block_size(configuration, outcome)
         kinds: dict[str, dict[str, Any]] = {}
         for name, module in model.named_modules():
             for found in _kinds(module):
                 kinds.setdefault(repr(found), {**found, "first": name, "count": 0})["count"] += 1
         outcome.layers = list(kinds.values())
+
+    @staticmethod
+    def _platform() -> Any:
+        return getattr(importlib.import_module("vllm.platforms"), "current_platform", None)
+
+    def _settle_block_size(self, configuration: Any, outcome: Outcome) -> None:
+        """What executors call behind `load_model`: the backends of the layers may need another size of a block."""
+        settle = getattr(self._platform(), _BLOCK_SIZE_HOOK, None)
+        if settle is None:
+            return
+        try:
+            settle(configuration)
+        except Exception as error:
+            reason = self.refusal(error)
+            if not reason["ours"]:
+                raise
+            where = f"{_BLOCK_SIZE_HOOK} could not be run ({reason['message'][:200]})"
+            outcome.unsettled["block_size"] = f"it is set once more when the layers are there, but {where}"
+        else:
+            outcome.unsettled.pop("block_size", None)
+            self._read(configuration, outcome, without="compilation_config")
 
     def _set_up(self, configuration: Any) -> None:
         """The state of a worker process of rank 0, as far as constructors of layers ask for it."""
