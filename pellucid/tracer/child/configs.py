@@ -78,7 +78,8 @@ def add_unknown_types(config: Mapping[str, Any]) -> tuple[str, ...]:
             like = _most_alike(values, known.CONFIG_MAPPING_NAMES) if "kv_lora_rank" in values else None
             base = PretrainedConfig if like is None else known.CONFIG_MAPPING[like]
             # Constructors read some fields before they set those that the file gives.
-            early = {} if like is not None else {key: one for key, one in values.items() if isinstance(one, int | float)}
+            numbers = {key: one for key, one in values.items() if isinstance(one, int | float)}
+            early = numbers if like is None else {}
             extra[name] = type("UnknownConfig", (base,), {**early, "model_type": name})
             notes.append(
                 f"transformers knows no model_type {name!r} and the checkpoint's own code is not run: "
