@@ -169,7 +169,8 @@ class VLLM(Engine):
         arguments = engine_arguments.from_cli_args(parsed)
         configuration = arguments.create_engine_config(self._usage)
         outcome.owners = [type(arguments).__name__, *self._read(configuration, outcome)]
-        if hasattr(self._platform(), _BLOCK_SIZE_HOOK):
+        # Not `hasattr`: a platform has something, or None, for every name.
+        if getattr(self._platform(), _BLOCK_SIZE_HOOK, None) is not None:
             outcome.unsettled["block_size"] = "it is set once more when the layers are there, and they were not built"
         return configuration
 
