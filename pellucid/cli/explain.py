@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from pellucid.cli.engine_options import engine_args, engine_options
+from pellucid.cli.pages import write_page
 from pellucid.cli.targets import hardware_option
 
 if TYPE_CHECKING:
@@ -62,7 +63,7 @@ def _plan(source: Source, html: Path | None, as_json: bool) -> None:
     if html is not None:
         from pellucid.selection.plan_html import plan_html
 
-        _write(html, plan_html(source.plan, notes, source.label))
+        write_page(html, plan_html(source.plan, notes, source.label))
     if as_json:
         values = {**source.plan.to_json(), "notes": source.notes, "conflicts": source.conflicts}
         click.echo(json.dumps(values, indent=2))
@@ -89,16 +90,8 @@ def _diff(source: Source, second: Source, html: Path | None, as_json: bool) -> N
     if html is not None:
         from pellucid.selection.plan_html import diff_html
 
-        _write(html, diff_html(found))
+        write_page(html, diff_html(found))
     if as_json:
         click.echo(json.dumps(found.to_json(), indent=2))
     elif html is None:
         click.echo(render_diff(found))
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise click.ClickException(f"--html {path}: can't be written: {error.strerror}") from None
-    click.echo(f"wrote {path}", err=True)

@@ -10,6 +10,7 @@ from typing import Any
 
 import click
 
+from pellucid.cli.pages import write_page
 from pellucid.cli.trace_many import audit, diff, grid
 from pellucid.cli.trace_options import (
     EPILOG,
@@ -99,7 +100,7 @@ def _of_one_engine(name: str, title: str) -> click.Command:
         if html is not None:
             from pellucid.tracer.html import to_html
 
-            _write(html, to_html(found, request.tree.root))
+            write_page(html, to_html(found, request.tree.root))
         if as_json:
             click.echo(json.dumps(found.to_json() if field is None else asdict(found.decision(field)), indent=2))
         elif html is None:
@@ -193,11 +194,3 @@ def verify(ctx: click.Context, /, log: Path, engine: str, model: str, gpu: str, 
     result = compare(found, log.read_text(encoding="utf-8", errors="replace"))
     show(json.dumps(result.to_json(), indent=2) if as_json else render_verification(result))
     ctx.exit(result.exit_code)
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise click.ClickException(f"--html {path}: can't be written: {error.strerror}") from None
-    click.echo(f"wrote {path}", err=True)

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
 from pellucid.cli.engine_options import engine_args, engine_options
-
-if TYPE_CHECKING:
-    from pellucid.selection.view import Table
 
 
 @click.command()
@@ -24,6 +21,7 @@ def tune(ctx: click.Context, /, model: str, **_: Any) -> None:
     to --measure-seconds, ten minutes by default. --measure cached measures only what is not known yet.
     """
     from pellucid.engine.startup import make_plan, open_model
+    from pellucid.selection.explain import table_lines
     from pellucid.selection.view import TABLE_LEGEND, rows
     from pellucid.tuning.start import FULL_SECONDS
     from pellucid.utils.progress import StatusLine
@@ -38,13 +36,5 @@ def tune(ctx: click.Context, /, model: str, **_: Any) -> None:
     for row in rows(plan.decisions):
         if row.table is not None:
             click.echo(f"{row.title}  {row.value}")
-            click.echo("\n".join(_columns(row.table)))
+            click.echo("\n".join(f"  {line}" for line in table_lines(row.table)))
     click.echo(TABLE_LEGEND)
-
-
-def _columns(table: Table) -> list[str]:
-    """A line a bucket below the candidates' names."""
-    lines = [["tokens", *table.candidates]]
-    lines += [[str(tokens), *(f"{c.text} {c.mark:1}" if c else "-" for c in cells)] for tokens, cells in table.rows]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
-    return ["  " + "  ".join(f"{text:>{w}}" for text, w in zip(line, widths, strict=True)).rstrip() for line in lines]

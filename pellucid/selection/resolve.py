@@ -150,8 +150,11 @@ def _unserved(storage: Storage, kernels: Sequence[Decision]) -> tuple[Misfit, ..
         decision = next(d for d in kernels if d.op == slot.name)
         if decision.value is None:
             nearest = min(storage.candidates[slot.name], key=lambda c: c.nearness, default=None)
-            kind: MisfitKind = "not_built" if nearest is None else nearest.misfits[0].kind
-            remedy = "" if nearest is None else nearest.misfits[0].remedy
+            # A candidate without misfits is not taken only where it was measured and gave wrong numbers.
+            kind: MisfitKind = "not_built" if nearest is None else "numerics"
+            remedy = ""
+            if nearest is not None and nearest.misfits:
+                kind, remedy = nearest.misfits[0].kind, nearest.misfits[0].remedy
             found.append(Misfit(f"{slot.name} ({slot.traits}): {decision.because[1]}", remedy, kind))
     return tuple(found)
 

@@ -17,6 +17,7 @@ from pellucid.core import PlanError
 from pellucid.engine.startup import make_plan, open_model
 from pellucid.hardware import load_hardware
 from pellucid.selection.args import EngineArgs
+from pellucid.selection.evidence import Measurement
 from pellucid.selection.resolve import resolve
 from pellucid.tuning import start, store
 from pellucid.tuning.gate import Probe
@@ -177,3 +178,12 @@ def test_tune_prints_the_table_of_what_it_measured(tiny, cache):
 def test_flags_that_mean_nothing_are_refused(flag, value):
     with pytest.raises(PlanError, match=f"--{flag.replace('_', '-')}"):
         EngineArgs("model", **{flag: value})
+
+
+def test_where_every_candidate_gives_wrong_numbers_the_plan_says_so_and_does_not_start():
+    decisions = [d for d in resolver()({}).decisions if d.op == "attention.decode"]
+    wrong = Measurement(1e-3, 1e-5, right=False, detail="a padded row is not zero")
+    evidence = {
+        (d.op, d.bucket, name): wrong for d in decisions for name in (d.value, *(r.candidate for r in d.rejected))
+    }
+    assert [blocker.kind for blocker in resolver()(evidence).blockers] == ["numerics"]

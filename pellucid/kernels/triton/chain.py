@@ -1,10 +1,22 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
-"""What a kernel of a chain of dependent launches does before the kernel ahead of it has ended. Called by kernels."""
+"""How a kernel of a chain of dependent launches waits, and what it does before. Called by kernels.
+
+The next kernel may start only behind the wait of this one. So when a kernel starts, all but the kernel right ahead has
+ended, and what older ones wrote can be read before the wait.
+"""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
+
+
+@triton.jit
+def wait_for_input(PDL: tl.constexpr):
+    """Until the kernel ahead has ended; from then on the next may start, and waits likewise."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
 
 
 @triton.jit

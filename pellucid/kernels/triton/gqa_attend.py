@@ -11,9 +11,8 @@ import torch
 import triton
 import triton.language as tl
 
-from pellucid.kernels.triton.chain import fetch_to_l2
+from pellucid.kernels.triton.chain import fetch_to_l2, wait_for_input
 from pellucid.kernels.triton.gqa_decode import LOG2E, DecodeTile, attend_block, decode_tile, merge_parts, page_of
-from pellucid.kernels.triton.row_ops import wait_for_input
 
 MERGED_AT_ONCE = 16384
 """Partial results that a program holds while it merges: 128 registers of each of 128 threads."""

@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from pellucid.kernels.triton.row_ops import wait_for_input
+from pellucid.kernels.triton.chain import wait_for_input
 
 LOG2E = tl.constexpr(1.4426950408889634)
 

@@ -12,6 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
+from pellucid.kernels.triton.chain import wait_for_input
 from pellucid.kernels.triton.linear import (
     FMA_ROWS,
     LinearTile,
@@ -21,7 +22,6 @@ from pellucid.kernels.triton.linear import (
     gemv_tile,
     linear_tile,
 )
-from pellucid.kernels.triton.row_ops import wait_for_input
 from pellucid.kernels.triton.sampling import SlotSampling, filters, store_best
 from pellucid.kernels.triton.token_filters import FilterSpace, choice_arguments, filter_and_choose
 

@@ -15,8 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from pellucid.kernels.triton.chain import fetch_to_l2
-from pellucid.kernels.triton.row_ops import wait_for_input
+from pellucid.kernels.triton.chain import fetch_to_l2, wait_for_input
 
 MAX_ROWS = 16
 """Most rows of `small_linear`."""

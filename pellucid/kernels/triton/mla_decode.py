@@ -19,7 +19,7 @@ import triton.language as tl
 
 from pellucid.core import PlanError
 from pellucid.kernels.device import DeviceLimits, device_limits
-from pellucid.kernels.triton.chain import fetch_to_l2
+from pellucid.kernels.triton.chain import fetch_to_l2, wait_for_input
 from pellucid.kernels.triton.mla_tiles import (
     AbsorbTile,
     DecodeTile,
@@ -28,7 +28,6 @@ from pellucid.kernels.triton.mla_tiles import (
     decode_tile,
     project_tile,
 )
-from pellucid.kernels.triton.row_ops import wait_for_input
 
 
 @triton.jit(do_not_specialize=["page_table_stride"])

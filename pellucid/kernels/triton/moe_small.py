@@ -14,6 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
+from pellucid.kernels.triton.chain import wait_for_input
 from pellucid.kernels.triton.few_rows import (
     MAX_ROWS,
     SmallTile,
@@ -25,7 +26,6 @@ from pellucid.kernels.triton.few_rows import (
     weight_tile,
 )
 from pellucid.kernels.triton.routing import RoutingRule, route_topk, router, router_and_shared, shared_tile
-from pellucid.kernels.triton.row_ops import wait_for_input
 
 __all__ = [
     "MAX_ROWS",

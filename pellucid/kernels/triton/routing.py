@@ -12,6 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
+from pellucid.kernels.triton.chain import wait_for_input
 from pellucid.kernels.triton.few_rows import (
     MAX_ROWS,
     SmallTile,
@@ -23,7 +24,6 @@ from pellucid.kernels.triton.few_rows import (
     project,
     store_silu_mul,
 )
-from pellucid.kernels.triton.row_ops import wait_for_input
 from pellucid.traits.model import GroupRule, MoETraits, Scoring
 
 _ROUTER_EXPERTS = {True: 4, False: 16}  # experts a router program scores: of one row, of several

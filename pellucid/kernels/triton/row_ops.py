@@ -10,16 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-
-@triton.jit
-def wait_for_input(PDL: tl.constexpr, EARLY: tl.constexpr = False):
-    """Until the kernel ahead has ended. The next may start, and wait likewise, from then on, or EARLY from before."""
-    if PDL:
-        if EARLY:
-            tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
-        if not EARLY:
-            tl.extra.cuda.gdc_launch_dependents()
+from pellucid.kernels.triton.chain import wait_for_input
 
 
 @triton.jit

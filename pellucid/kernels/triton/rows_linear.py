@@ -16,8 +16,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from pellucid.kernels.device import DeviceLimits
-from pellucid.kernels.triton.chain import fetch_to_l2
-from pellucid.kernels.triton.row_ops import wait_for_input
+from pellucid.kernels.triton.chain import fetch_to_l2, wait_for_input
 
 MAX_ROWS = 128
 """Most rows of `rows_linear`."""

@@ -21,7 +21,7 @@ import torch
 import triton
 import triton.language as tl
 
-from pellucid.kernels.triton.row_ops import wait_for_input
+from pellucid.kernels.triton.chain import wait_for_input
 from pellucid.kernels.triton.sampling import SlotSampling, filters, gumbel
 
 BINS = 2048
