@@ -181,10 +181,12 @@ def _imported(key: _Tree, site: Site) -> bool:
 
 @lru_cache(maxsize=64)
 def _mentioned_elsewhere(key: _Tree, file: str, name: str) -> bool:
-    word = re.compile(rf"\b{re.escape(name)}\b")
+    plain = name.encode()
+    word = re.compile(rb"\b" + re.escape(plain) + rb"\b")
     own = Path(key.tree.root, file)
-    paths = (path for path in Path(key.tree.root, key.tree.engine).rglob("*.py") if path != own)
-    return any(word.search(path.read_text(encoding="utf-8", errors="replace")) for path in paths)
+    contents = (path.read_bytes() for path in Path(key.tree.root, key.tree.engine).rglob("*.py") if path != own)
+    # Thousands of files: the plain search is many times as fast as the pattern, and seldom finds anything.
+    return any(plain in content and word.search(content) for content in contents)
 
 
 def _roads(

@@ -22,9 +22,11 @@ from pathlib import Path, PurePosixPath
 from tempfile import mkdtemp
 from typing import Literal, get_args
 
+from packaging.utils import canonicalize_name
+
 from pellucid.core import PellucidError
 from pellucid.tracer.pip import Progress, download
-from pellucid.tracer.requirements import Requirement, normalised, parse_requirement, version_key
+from pellucid.tracer.requirements import Requirement, parse_requirement, version_key
 from pellucid.utils.cache import cache_dir, make_cache_dir
 
 Engine = Literal["sglang", "vllm"]
@@ -171,7 +173,7 @@ def versions_in(*folders: Path) -> dict[str, str]:
     for distribution in importlib.metadata.distributions(path=[str(folder) for folder in folders]):
         # A link that is dead, or a broken installation, has no metadata.
         if "Name" in distribution.metadata:
-            found.setdefault(normalised(distribution.metadata["Name"]), distribution.version)
+            found.setdefault(canonicalize_name(distribution.metadata["Name"]), distribution.version)
     return found
 
 
