@@ -9,7 +9,8 @@ from pellucid.tracer.requirements import Requirement, parse_requirement, version
 
 def test_versions_are_ordered_as_pep_440_orders_them_and_what_is_none_comes_first() -> None:
     ordered = ["checkout", "0.5.9", "0.5.10.dev1", "0.5.10rc1", "0.5.10", "0.5.10.post1"]
-    assert sorted(ordered[::-1], key=version_key) == ordered
+    scrambled = ["0.5.10", "0.5.10rc1", "0.5.10.post1", "checkout", "0.5.10.dev1", "0.5.9"]
+    assert sorted(scrambled, key=version_key) == ordered
 
 
 def test_every_clause_must_hold_and_one_that_cannot_be_read_does_not() -> None:
