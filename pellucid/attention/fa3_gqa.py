@@ -1,20 +1,32 @@
-"""Declaration of FlashAttention 3 with a paged cache for grouped-query attention, on Hopper."""
+"""FlashAttention 3 with a paged cache for grouped-query attention, on Hopper, from the wheel `tokenspeed-fa3`."""
 
 from __future__ import annotations
 
-from pellucid.traits.backend import ANY, ANY_HEADS, BackendTraits, Package, Priority
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from pellucid.traits.backend import ANY, ANY_HEADS, BackendTraits, Package, Phase, Priority
+
+if TYPE_CHECKING:
+    import torch
+
+    from pellucid.attention.base import AttentionMetadata, Expand
+    from pellucid.kernels.context import KernelContext
+    from pellucid.kernels.triton.prefill_tiles import StepMemo
 
 TRAITS = BackendTraits(
     name="fa3_gqa",
     op="attention",
     summary="FlashAttention 3 over pages",
     priority=Priority.THIRD_PARTY + 40,
-    source="tokenspeed-fa3 3.0.0.post20260810 (sm_90a code only)",
+    source="tokenspeed-fa3 3.0.0.post20260810: sm_90a code only, head widths by its flash_attn_config.py",
+    built_in=True,
+    fused_decode="called",
     phases=frozenset({"prefill", "decode"}),
     devices=frozenset({"cuda"}),
     sm=frozenset({90}),
     attention=frozenset({"gqa"}),
-    head_dims=frozenset({64, 96, 128, 192, 256}),
+    head_dims=frozenset({64, 128, 192, 256}),
     head_rule=ANY_HEADS,
     query_lens=ANY,
     page_sizes=ANY,
@@ -22,5 +34,77 @@ TRAITS = BackendTraits(
     kv_layouts=frozenset({"nhd"}),
     compute_dtypes=frozenset({"bf16", "fp16"}),
     packages=(Package("tokenspeed-fa3"),),
-    unverified=frozenset({"head_dims", "page_sizes"}),
+    notes="It is built without head width 96.",
+    unverified=frozenset({"page_sizes"}),
 )
+
+
+def create(context: KernelContext, phase: Phase) -> FA3GQA:
+    from pellucid.kernels.triton.prefill_tiles import StepMemo
+
+    return FA3GQA(phase, StepMemo())
+
+
+@dataclass(frozen=True, slots=True)
+class FA3GQA:
+    """Implements `AttentionBackend`. Decode reads tensors of the metadata alone, so that a graph can hold it."""
+
+    phase: Phase
+    memo: StepMemo
+    expands_latent: bool = False
+
+    def gqa(
+        self,
+        q: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        metadata: AttentionMetadata,
+        *,
+        num_kv_heads: int,
+        scale: float,
+    ) -> torch.Tensor:
+        from flash_attn_interface import flash_attn_with_kvcache
+
+        shape = (*keys.shape[:2], num_kv_heads, q.shape[-1])
+        caches = {"k_cache": keys.view(shape), "v_cache": values.view(shape), "softmax_scale": scale}
+        if self.phase == "decode":
+            table = self.memo.get(metadata, "table", lambda: metadata.page_table.index_select(0, metadata.sequence))
+            out = flash_attn_with_kvcache(
+                q.unsqueeze(1), cache_seqlens=metadata.context, page_table=table, **caches
+            )  # fmt: skip
+            attended: torch.Tensor = out.squeeze(1)
+            return attended
+        starts, contexts, longest = self.memo.get(metadata, "spans", lambda: query_starts(metadata))
+        found: torch.Tensor = flash_attn_with_kvcache(
+            q, cache_seqlens=contexts, page_table=metadata.page_table, cu_seqlens_q=starts, max_seqlen_q=longest,
+            causal=True, **caches,
+        )  # fmt: skip
+        return found
+
+    def mla(
+        self, q: torch.Tensor, latent: torch.Tensor, metadata: AttentionMetadata, *, kv_lora_rank: int, scale: float
+    ) -> torch.Tensor:
+        raise NotImplementedError("grouped-query attention only")
+
+    def mla_expanded(
+        self,
+        q: torch.Tensor,
+        latent: torch.Tensor,
+        metadata: AttentionMetadata,
+        *,
+        kv_lora_rank: int,
+        scale: float,
+        expand: Expand,
+    ) -> torch.Tensor:
+        raise NotImplementedError("grouped-query attention only")
+
+
+def query_starts(metadata: AttentionMetadata) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """Where each sequence's rows begin, int32 [sequences + 1]; what its last row sees, int32 [sequences]; and the most
+    rows of a sequence."""
+    import torch
+
+    spans, device = metadata.spans, metadata.page_table.device
+    starts = torch.tensor([*(span.start for span in spans), spans[-1].stop], dtype=torch.int32, device=device)
+    contexts = torch.tensor([span.context for span in spans], dtype=torch.int32, device=device)
+    return starts, contexts, max(span.stop - span.start for span in spans)

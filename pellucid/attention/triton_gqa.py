@@ -31,6 +31,7 @@ TRAITS = BackendTraits(
     priority=Priority.OWN_PORTABLE,
     source="kernels/triton/gqa_decode.py, kernels/triton/prefill.py",
     built_in=True,
+    fused_decode="inside",
     phases=frozenset({"prefill", "decode"}),
     devices=frozenset({"cuda"}),
     sm=ANY,

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate
 from typing import TYPE_CHECKING
 
-from pellucid.attention.base import Span
+from pellucid.attention.gathered_keys import MAX_EXPANDED, groups_of, key_slots, key_starts
 from pellucid.traits.backend import ANY, ANY_HEADS, BackendTraits, Package, Phase, Priority, SharedMemoryModel
 
 if TYPE_CHECKING:
@@ -44,6 +42,7 @@ TRAITS = BackendTraits(
     priority=Priority.OWN_PORTABLE,
     source="kernels/triton/mla_decode.py, kernels/triton/prefill.py",
     built_in=True,
+    fused_decode="inside",
     phases=frozenset({"prefill", "decode"}),
     devices=frozenset({"cuda"}),
     sm=ANY,
@@ -59,9 +58,6 @@ TRAITS = BackendTraits(
     shared_memory=(PREFILL_TILES, DECODE_TILES),
     notes="Triton compiles for the device it finds: the limits, not a list of devices, decide.",
 )
-
-MAX_EXPANDED = 1 << 29
-"""Values of K and V held at once, 1 GiB in 16 bits: as many sequences as they suffice for are one group."""
 
 
 def create(context: KernelContext, phase: Phase) -> TritonMLA:
@@ -143,33 +139,3 @@ class TritonMLA:
             tiles = self.memo.get(metadata, (first, tile.block_m), make_tiles)
             ragged_prefill(q, k_nope, v, tiles, scale, out, tile=tile, k_shared=rows[:, kv_lora_rank:])
         return out
-
-
-def groups_of(spans: Sequence[Span], max_keys: int) -> Iterator[tuple[int, Sequence[Span]]]:
-    """Runs of spans with at most `max_keys` keys together, or one span with more; with the index of their first."""
-    start, keys = 0, 0
-    for index, span in enumerate(spans):
-        if index > start and keys + span.context > max_keys:
-            yield start, spans[start:index]
-            start, keys = index, 0
-        keys += span.context
-    yield start, spans[start:]
-
-
-def key_starts(spans: Sequence[Span]) -> list[int]:
-    """Where the keys of each span begin when those of all lie one after another."""
-    return [0, *accumulate(span.context for span in spans)][: len(spans)]
-
-
-def key_slots(metadata: AttentionMetadata, latent: torch.Tensor, first: int, spans: Sequence[Span]) -> torch.Tensor:
-    """int64 [keys]: rows of the pool that hold the keys of `spans`, the first of which is number `first`."""
-    import torch
-
-    page, device = latent.shape[1], latent.device
-    # Known here, so that the device need not be asked for it.
-    total = sum(span.context for span in spans)
-    starts, counts = torch.tensor([key_starts(spans), [span.context for span in spans]], device=device)
-    sequence = torch.repeat_interleave(counts, output_size=total)
-    position = torch.arange(total, device=device) - starts[sequence]
-    slots: torch.Tensor = metadata.page_table[first + sequence, position // page].long() * page + position % page
-    return slots

@@ -17,6 +17,7 @@ from pellucid.hardware.facts import CPU, GPU, Hardware
 from pellucid.utils.compiler import find_cxx
 
 PACKAGES = (
+    "fa3-fwd",
     "flashinfer-python",
     "humming-kernels",
     "numpy",

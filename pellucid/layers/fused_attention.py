@@ -20,7 +20,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class FusedMLA:
-    """norm + [q | kv_a] -> (q norm + q_b) -> absorb, rope, cache -> split-K attention -> merge, W_UV -> o_proj."""
+    """norm + [q | kv_a] -> (q norm + q_b) -> absorb, rope, cache -> split-K attention -> merge, W_UV -> o_proj.
+
+    Attention may be another backend's (`FusedStep.called`).
+    """
 
     norm: RMSNorm
     layer: MLAAttention
@@ -48,12 +51,20 @@ class FusedMLA:
             q, kv, layer.kv_a_norm.weight, layer.kv_a_norm.eps, per_head(layer.absorb_key), layer.rotary.table,
             layer.rotary.interleaved, latent, table, step.sequence, step.context, q_latent, pdl=step.pdl,
         )  # fmt: skip
-        splits = mla_tiles.splits_for(rows, heads, step.limits.sm_count, step.max_context)
-        partial = step.scratch("partial", rows, splits, heads, rank, dtype=torch.float32)
-        lse = step.scratch("lse", rows, splits, heads, dtype=torch.float32)
-        mla_decode.split_decode(
-            q_latent, latent, table, step.sequence, step.context, traits.softmax_scale, rank, partial, lse, pdl=step.pdl
-        )
+        if step.called is not None:
+            attended = step.called.backend.mla(
+                q_latent, latent, step.called.metadata, kv_lora_rank=rank, scale=traits.softmax_scale
+            )
+            # One part, whose share is 1 whatever its sum.
+            partial, lse = attended.unsqueeze(1), step.scratch("no_lse", rows, 1, heads, dtype=torch.float32)
+        else:
+            splits = mla_tiles.splits_for(rows, heads, step.limits.sm_count, step.max_context)
+            partial = step.scratch("partial", rows, splits, heads, rank, dtype=torch.float32)
+            lse = step.scratch("lse", rows, splits, heads, dtype=torch.float32)
+            mla_decode.split_decode(
+                q_latent, latent, table, step.sequence, step.context, traits.softmax_scale, rank, partial, lse,
+                pdl=step.pdl,
+            )  # fmt: skip
         out = step.scratch("attended", rows, heads * traits.v_head_dim)
         mla_decode.combine_project(partial, lse, per_head(layer.project_value), out, pdl=step.pdl)
         _add_output(step, layer.o_proj, out)
@@ -61,7 +72,10 @@ class FusedMLA:
 
 @dataclass(frozen=True, slots=True)
 class FusedGQA:
-    """norm + qkv -> (q and k norm) rope, cache write, split-K attention and merge -> o_proj."""
+    """norm + qkv -> (q and k norm) rope, cache write, split-K attention and merge -> o_proj.
+
+    Where attention is another backend's (`FusedStep.called`), norm, rope and cache write are a launch of their own.
+    """
 
     norm: RMSNorm
     layer: GQAAttention
@@ -72,6 +86,7 @@ class FusedGQA:
 
         from pellucid.kernels.triton.gqa_attend import attend
         from pellucid.kernels.triton.gqa_decode import splits_for
+        from pellucid.kernels.triton.gqa_write import norm_rope_write
 
         layer, traits, rows = self.layer, self.layer.traits, step.rows
         heads, kv_heads, dim = traits.num_heads, traits.num_kv_heads, traits.head_dim
@@ -79,6 +94,19 @@ class FusedGQA:
         qkv = step.scratch("qkv", rows, weight.shape[0])
         step.project(step.x, weight, qkv, norm=self.norm.weight, eps=self.norm.eps, bias=bias)
         q_norm, k_norm = (None if norm is None else norm.weight for norm in (layer.q_norm, layer.k_norm))
+        eps = 0.0 if layer.q_norm is None else layer.q_norm.eps
+        keys, values = step.pool.keys(layer.layer), step.pool.values(layer.layer)
+        if step.called is not None:
+            query = step.scratch("query", rows, heads, dim)
+            norm_rope_write(
+                qkv, q_norm, k_norm, eps, layer.rotary.table, layer.rotary.interleaved, keys, values, step.page_table,
+                step.sequence, step.context, query, pdl=step.pdl,
+            )  # fmt: skip
+            out = step.called.backend.gqa(
+                query, keys, values, step.called.metadata, num_kv_heads=kv_heads, scale=traits.softmax_scale
+            )
+            _add_output(step, layer.o_proj, out.view(rows, heads * dim))
+            return
         # One program of a row merges all its parts: fewer than where a launch does.
         splits = splits_for(rows, kv_heads, step.limits.sm_count, step.max_context, per_sm=2)
         out = step.scratch("attended", rows, heads * dim)
@@ -88,8 +116,7 @@ class FusedGQA:
             else step.scratch("partial", rows, splits, heads, dim, dtype=torch.float32)
         )
         attend(
-            qkv, q_norm, k_norm, 0.0 if layer.q_norm is None else layer.q_norm.eps, layer.rotary.table,
-            layer.rotary.interleaved, step.pool.keys(layer.layer), step.pool.values(layer.layer), step.page_table,
+            qkv, q_norm, k_norm, eps, layer.rotary.table, layer.rotary.interleaved, keys, values, step.page_table,
             step.sequence, step.context, traits.softmax_scale, partial,
             step.scratch("lse", rows, splits, heads, dtype=torch.float32),
             step.scratch("arrived", rows, kv_heads, dtype=torch.int32), out, pdl=step.pdl,

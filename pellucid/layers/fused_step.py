@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
+from pellucid.attention.base import AttentionBackend, AttentionMetadata
 from pellucid.kernels.device import DeviceLimits
 from pellucid.kvcache.pool import KVPool
 from pellucid.layers.linear import Linear
@@ -33,6 +34,25 @@ FUSED_NORM_ROWS = 4
 """Up to here each program norms the rows itself; of more rows that takes longer than a launch for all."""
 
 
+class CalledAttention:
+    """Another backend's attention in a fused step. `metadata` is what its decode is called with, in every layer."""
+
+    def __init__(self, backend: AttentionBackend, rows: int, page_table: torch.Tensor) -> None:
+        import torch
+
+        self.backend = backend
+        self._table = page_table.new_zeros(rows, page_table.shape[1])
+        self._row = torch.arange(rows, dtype=torch.int32, device=page_table.device)
+        self.metadata = AttentionMetadata(self._table, self._row, self._row, ())
+
+    def begin(self, page_table: torch.Tensor, sequence: torch.Tensor, context: torch.Tensor) -> None:
+        """A step begins: every row's line of the page table, and what the backend may derive from it anew."""
+        import torch
+
+        torch.index_select(page_table, 0, sequence, out=self._table)
+        self.metadata = AttentionMetadata(self._table, self._row, context, ())
+
+
 @dataclass(frozen=True, slots=True)
 class FusedStep:
     """One row per sequence. `x` is the residual stream; `sequence` is a row's line of `page_table`, `context` the keys
@@ -53,6 +73,8 @@ class FusedStep:
     limits: DeviceLimits
     tiles: Tiles = field(default_factory=dict)
     """Measured ones, of any step; other projections take their default."""
+    called: CalledAttention | None = None
+    """Instead of our own attention."""
 
     @property
     def pdl(self) -> bool:

@@ -9,14 +9,16 @@ own state, so that steps follow each other without the host.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+from pellucid.attention.base import AttentionBackend
 from pellucid.kernels.device import DeviceLimits
 from pellucid.kvcache.pool import KVPool
 from pellucid.layers.fused_attention import FusedGQA, FusedMLA
 from pellucid.layers.fused_mlp import FusedMLP, FusedMoE
-from pellucid.layers.fused_step import FUSED_NORM_ROWS, FusedStep, dense, scratch_space
+from pellucid.layers.fused_step import FUSED_NORM_ROWS, CalledAttention, FusedStep, dense, scratch_space
 from pellucid.layers.mla import MLAAttention
 from pellucid.layers.moe import MoE
 from pellucid.models.decoder import Decoder, DecoderLayer
@@ -58,7 +60,7 @@ class FusedDecoder:
     """`step(rows)` computes the first `rows` of `state.row_slots`, and samples.
 
     The logits of the last step of a bucket stay in `logits(rows)`, for rows that the host samples.
-    `tiles`: measured ones of its projections.
+    `tiles`: measured ones of its projections. `called_attention`: what a bucket calls instead of our attention.
     """
 
     def __init__(
@@ -70,9 +72,11 @@ class FusedDecoder:
         max_context: int,
         limits: DeviceLimits,
         tiles: Tiles | None = None,
+        called_attention: Callable[[int], AttentionBackend | None] = lambda _: None,
     ) -> None:
         self._decoder, self._pool, self._state, self._ring = decoder, pool, state, ring
         self._max_context, self._limits, self._tiles = max_context, limits, tiles or {}
+        self._called_attention = called_attention
         self._pdl = limits.pdl
         self._device, self._dtype = decoder.norm.weight.device, decoder.norm.weight.dtype
         self._halves = [half for layer in decoder.layers for half in _fused(layer)]
@@ -90,6 +94,8 @@ class FusedDecoder:
             state.tokens, state.positions, step.sequence, state.scratch_slot, self._decoder.embedding.data, step.x,
             step.context,
         )  # fmt: skip
+        if step.called is not None:
+            step.called.begin(step.page_table, step.sequence, step.context)
         for half in self._halves:
             half.add_to(step)
         self._finish(step, self._scratch[rows])
@@ -182,6 +188,7 @@ class FusedDecoder:
 
         if rows not in self._steps:
             scratch = self._scratch[rows] = scratch_space(self._device, self._dtype)
+            backend = self._called_attention(rows)
             self._steps[rows] = FusedStep(
                 rows,
                 scratch("x", rows, self._decoder.traits.hidden_size),
@@ -193,6 +200,7 @@ class FusedDecoder:
                 self._max_context,
                 self._limits,
                 self._tiles,
+                None if backend is None else CalledAttention(backend, rows, self._state.page_table),
             )
         return self._steps[rows]
 

@@ -19,6 +19,7 @@ TRAITS = BackendTraits(
     priority=Priority.OWN_PORTABLE,
     source="this file",
     built_in=True,
+    fused_decode="inside",
     devices=frozenset({"cuda"}),
     sm=ANY,
     compute_dtypes=frozenset({"bf16", "fp16"}),

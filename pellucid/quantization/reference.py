@@ -20,6 +20,7 @@ TRAITS = BackendTraits(
     priority=Priority.REFERENCE,
     source="this file",
     built_in=True,
+    fused_decode="inside",
     devices=frozenset({"cpu", "cuda"}),
     sm=ANY,
     compute_dtypes=frozenset({"fp32", "bf16", "fp16"}),

@@ -26,10 +26,14 @@ NATIVE = "cpu_native"
 
 @dataclass(frozen=True, slots=True)
 class RunnerBackends:
-    """What one engine runs on: the layers' backends, and attention per phase and backend name."""
+    """What one engine runs on: the layers' backends, and attention per phase and backend name.
+
+    `called`: names of those that fused decode steps call between their own kernels.
+    """
 
     layers: LayerBackends
     attention: dict[tuple[Phase, str], AttentionBackend]
+    called: frozenset[str]
 
 
 def create_backends(plan: ExecutionPlan, context: KernelContext) -> RunnerBackends:
@@ -38,11 +42,7 @@ def create_backends(plan: ExecutionPlan, context: KernelContext) -> RunnerBacken
     Raises:
         PellucidError: a backend can't be built on this machine.
     """
-    attention: dict[tuple[Phase, str], AttentionBackend] = {}
-    phases: tuple[Phase, ...] = ("prefill", "decode")
-    for phase in phases:
-        for name in plan.backends(f"attention.{phase}"):
-            attention[phase, name] = _module("attention", name).create(context, phase)
+    attention, called = create_attention(plan, context)
     decided = [d.op for d in plan.decisions]
     # A weight has one prepared form, so the choice at the smallest bucket holds for all of them.
     linear = {op.removeprefix("linear."): plan.backend(op, 1) for op in decided if op.startswith("linear.")}
@@ -62,7 +62,23 @@ def create_backends(plan: ExecutionPlan, context: KernelContext) -> RunnerBacken
         expands_latent=any(backend.expands_latent for backend in attention.values()),
         route=choose,
     )
-    return RunnerBackends(layers, attention)
+    return RunnerBackends(layers, attention, called)
+
+
+def create_attention(
+    plan: ExecutionPlan, context: KernelContext
+) -> tuple[dict[tuple[Phase, str], AttentionBackend], frozenset[str]]:
+    """`attention` and `called` of `RunnerBackends`."""
+    attention: dict[tuple[Phase, str], AttentionBackend] = {}
+    called = set()
+    phases: tuple[Phase, ...] = ("prefill", "decode")
+    for phase in phases:
+        for name in plan.backends(f"attention.{phase}"):
+            module = _module("attention", name)
+            attention[phase, name] = module.create(context, phase)
+            if module.TRAITS.fused_decode == "called":
+                called.add(name)
+    return attention, frozenset(called)
 
 
 def _module(family: str, name: str) -> Any:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
+from pellucid.attention.base import AttentionBackend
 from pellucid.core import PellucidError, Request
 from pellucid.kernels.device import device_limits
 from pellucid.kvcache.pool import KVPool
@@ -21,6 +22,7 @@ from pellucid.layers.projection_tiles import plan_tiles
 from pellucid.models.decoder import Decoder
 from pellucid.models.fused_decoder import FusedDecoder, TokenRing
 from pellucid.models.weights import ProgressCallback
+from pellucid.runner.backends import create_attention
 from pellucid.runner.base import StepResult
 from pellucid.runner.cuda_graphs import CudaGraphs
 from pellucid.runner.device_state import DeviceState
@@ -34,8 +36,6 @@ from pellucid.traits.tensors import TensorIndex
 
 if TYPE_CHECKING:
     import torch
-
-    from pellucid.layers.projection_tiles import Tiles
 
 RING = 8
 """Samplings whose tokens are kept: two steps in flight, each of a decode part and a prefill part, and as many again."""
@@ -93,7 +93,7 @@ class GPURunner:
         self._make_fused = partial(
             FusedDecoder, layered.model, layered.pool, self._state, ring, plan.max_model_len, device_limits(self.device)
         )
-        self.fused = self._make_fused(plan_tiles(plan))
+        self.fused = self.fused_under(plan)
         buckets = buckets_up_to(plan.max_num_seqs) if buckets is None else buckets
         with torch.inference_mode():
             for rows in buckets:
@@ -113,9 +113,15 @@ class GPURunner:
         """What computes prompts."""
         return self._layered
 
-    def fused_with(self, tiles: Tiles) -> FusedDecoder:
-        """Another fused decoder over the same weights and state, with these tiles: for measurements."""
-        return self._make_fused(tiles)
+    def fused_under(self, plan: ExecutionPlan) -> FusedDecoder:
+        """A fused decoder over these weights and this state, with the attention and the tiles of `plan`."""
+        attention, called = create_attention(plan, self._layered.context)
+
+        def called_attention(rows: int) -> AttentionBackend | None:
+            name = plan.backend("attention.decode", rows)
+            return attention["decode", name] if name in called else None
+
+        return self._make_fused(plan_tiles(plan), called_attention)
 
     @property
     def model(self) -> Decoder:

@@ -70,8 +70,8 @@ class ModelRunner:
             torch.set_num_threads(plan.threads)
         self.device = torch.device(plan.device)
         self.plan, self.traits, self.capture = plan, traits, tuple(capture)
-        context = KernelContext(self.device, dtype_of(plan.dtype), plan.threads)
-        backends = create_backends(plan, context)
+        self.context = KernelContext(self.device, dtype_of(plan.dtype), plan.threads)
+        backends = create_backends(plan, self.context)
         self._attention = backends.attention
         self.model = load_decoder(traits, tensors, backends.layers, plan.max_model_len, on_progress)
         self.pool = KVPool(

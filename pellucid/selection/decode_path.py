@@ -7,18 +7,12 @@ from collections.abc import Sequence
 from pellucid.core import PlanError
 from pellucid.selection.args import EngineArgs
 from pellucid.selection.plan import Decision
+from pellucid.traits.backend import BackendTraits
 from pellucid.traits.model import ModelTraits
 
 FUSED, LAYERED = "fused", "layered"
 
 DENSE = frozenset({"bf16", "fp16", "fp32"})
-
-FUSED_BACKENDS = {
-    "attention.decode": frozenset({"triton_mla", "triton_gqa"}),
-    "moe": frozenset({"triton_fused"}),
-    "linear": frozenset({"reference"}),
-}
-"""The backends whose weights and KV the fused kernels read as they are."""
 
 
 def decide_decode(
@@ -29,13 +23,14 @@ def decide_decode(
     dtype: str,
     kv_dtype: str,
     kernels: Sequence[Decision],
+    backends: Sequence[BackendTraits],
 ) -> tuple[Decision, ...]:
-    """`decode_path`, and `cuda_graphs`, which holds for the fused path only.
+    """`decode_path`, and `cuda_graphs`, which holds for the fused path only. `kernels` chose among `backends`.
 
     Raises:
         PlanError: the fused path was asked for and does not fit.
     """
-    obstacle = _obstacle(args, model, device, ranks, dtype, kv_dtype, kernels)
+    obstacle = _obstacle(args, model, device, ranks, dtype, kv_dtype, kernels, backends)
     asked = args.decode_path
     if asked == FUSED and obstacle:
         raise PlanError(f"--decode-path fused: {obstacle}; leave the flag out")
@@ -65,6 +60,7 @@ def _obstacle(
     dtype: str,
     kv_dtype: str,
     kernels: Sequence[Decision],
+    backends: Sequence[BackendTraits],
 ) -> str:
     """Why decode can't be fused; empty when it can."""
     if device != "cuda":
@@ -84,9 +80,9 @@ def _obstacle(
         return f"weights stored as {packed} may differ from matrix to matrix, and the fused kernels read several as one"
     if args.batch_invariant:
         return "--batch-invariant: a row's sums are taken in another order in another bucket"
+    usable = {(backend.op, backend.name) for backend in backends if backend.fused_decode is not None}
     for decision in kernels:
         family = decision.op.partition(".")[0]
-        names = FUSED_BACKENDS.get(decision.op) or FUSED_BACKENDS.get(family)
-        if names is not None and decision.op != "attention.prefill" and decision.value not in names:
+        if decision.op != "attention.prefill" and (family, decision.value) not in usable:
             return f"{decision.key} is {decision.value}, whose weights or cache they do not read"
     return ""

@@ -101,7 +101,7 @@ def resolve(
         *capacity.decisions,
         load_format,
         *_switches(args, hardware, chosen),
-        *decide_decode(args, model, kind, ranks.value, storage.dtype, storage.kv_dtype, kernels),
+        *decide_decode(args, model, kind, ranks.value, storage.dtype, storage.kv_dtype, kernels, backends),
         *kernels,
     )
     blockers = (*_unserved(storage, kernels), *capacity.blockers)

@@ -19,6 +19,7 @@ AttentionKind = Literal["mla", "gqa"]
 KVLayout = Literal["latent_row", "nhd", "hnd"]
 """`latent_row`: [pages, page, kv_lora_rank + rope]; `nhd`: [2, pages, page, kv_heads, head_dim]; `hnd`: heads first."""
 Compiler = Literal["c++", "nvcc"]
+FusedDecode = Literal["inside", "called"]
 Tile = tuple[int, int]
 
 
@@ -135,6 +136,8 @@ class BackendTraits:
     `weight_groups` are group sizes (128 for fp8 blocks of 128 x 128); `weight_scales` says whether one scale may reach
     over a whole "tensor" or "channel". `zero_points`: int4 that is not symmetric.
     `batch_invariant`: a row's result never depends on its batch.
+    `fused_decode`: fused decode steps have its kernels "inside" their own, or it may be "called" between them: it reads
+    nothing but tensors that a graph can hold, and the weights or the cache as they are.
     `built_in` is false while this version has only this declaration: it is explained, never run.
     `unverified` names the fields whose value was only read somewhere, not checked against source or device.
     """
@@ -169,6 +172,7 @@ class BackendTraits:
     needs_compiler: Compiler | None = None
     shared_memory: tuple[SharedMemoryModel, ...] = ()
     batch_invariant: bool = False
+    fused_decode: FusedDecode | None = None
     notes: str = ""
     unverified: frozenset[str] = frozenset()
 

@@ -15,7 +15,8 @@ FLASHINFER_MLA = "flashinfer/mla/_core.py: BatchMLAPagedAttentionWrapper, fa2 fr
 CUTLASS_MLA = "flashinfer/mla/_core.py, backend cutlass: 128 heads, pages that divide 128, bf16, SM100 and SM110"
 TRTLLM = "flashinfer trtllm_gen_backend.py; SGLang 0.5.23 arg_groups/overrides.py:1144-1173 forces pages of 32 or 64"
 XQA = "flashinfer xqa_backend.py: SM120 and SM121, one new token; compiled for 128 heads (flashinfer#2745, #3161)"
-FA3 = "tokenspeed-fa3 3.0.0: cuobjdump lists sm_90a alone; bf16 and fp16"
+FA3_GQA = "tokenspeed-fa3 3.0.0: cuobjdump lists sm_90a alone; its flash_attn_config.py: fp16, pages, no width 96"
+FA3_MLA = "fa3-fwd 0.0.3, fa3_fwd_config.py: no fp16, no pages, width 192 with values of 128"
 FLASHINFER_GQA = "FlashInfer's documentation of its paged wrappers: head widths 64, 128 and 256, NHD and HND"
 MARLIN = "sglang-kernel 0.4.5 moe_wna16_marlin_gemm: fp8, 4-bit with groups of 16 to 128, no bf16; widths of 128"
 TRTLLM_MOE = "FlashInfer 0.6.14 trtllm_*_moe: SM100 and SM103; int4 as MxInt4, groups of 32"
@@ -79,9 +80,11 @@ ATTENTION = {
         XQA, "attention", sms=WORKSTATION, phases=DECODE, mla=((512, 64, None), (256, 64, None)), heads=128,
         pages=frozenset({16, 32, 64, 128}), kv=frozenset({"bf16", "fp8"}), dtypes=BF16,
     ),
-    "fa3_mla": Limits(FA3, "attention", sms=SM90, mla=ABSORBED),
+    "fa3_mla": Limits(
+        FA3_MLA, "attention", sms=SM90, phases=frozenset({"prefill"}), mla=((512, 64, 128),), kv=BF16, dtypes=BF16
+    ),
     "fa3_gqa": Limits(
-        FA3, "attention", sms=SM90, gqa=frozenset({64, 96, 128, 192, 256}), layouts=frozenset({"nhd"})
+        FA3_GQA, "attention", sms=SM90, gqa=frozenset({64, 128, 192, 256}), layouts=frozenset({"nhd"})
     ),
     "flashinfer_gqa": Limits(
         FLASHINFER_GQA, "attention", sms=AMPERE_ON, gqa=frozenset({64, 128, 256}), kv=HALF | {"fp8"},

@@ -19,7 +19,12 @@ DECODE = {
     # candidate: kinds besides "not built" and packages, on the PRO 6000 (8 heads), H200, B200 and CPU
     "triton_mla": (set(), set(), set(), {"device"}),
     "flashmla": ({"compute_capability"}, set(), {"compute_capability"}, {"device"}),
-    "fa3_mla": ({"compute_capability"}, set(), {"compute_capability"}, {"device"}),
+    "fa3_mla": (
+        {"compute_capability", "phase"},
+        {"phase"},
+        {"compute_capability", "phase"},
+        {"device", "phase"},
+    ),
     "flashinfer_mla": (set(), set(), set(), {"device"}),
     "trtllm_mla": ({"compute_capability"}, {"compute_capability"}, set(), {"device"}),
     "cutlass_mla": (
@@ -205,8 +210,8 @@ def test_grouped_query_models_have_candidates_of_their_own():
     decision = plan(SMALL_DENSE, H200).decision("attention.decode", 8)
     assert decision.value == "triton_gqa"
     assert kinds(decision, "reference") == {"order"}
-    assert kinds(decision, "fa3_gqa") == {"not_built", "package"}
-    assert kinds(decision, "flashmla") == {"not_built", "attention"}
+    assert kinds(decision, "fa3_gqa") == {"package"}
+    assert kinds(decision, "flashmla") == {"attention"}
 
 
 def test_declarations_are_honest_about_capabilities():

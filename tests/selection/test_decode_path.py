@@ -11,6 +11,7 @@ from pellucid.core import PlanError
 from pellucid.selection.args import EngineArgs
 from pellucid.selection.decode_path import FUSED, LAYERED, decide_decode
 from pellucid.selection.plan import Decision
+from pellucid.selection.registry import discover
 from tests.selection.models import KIMI_K25, SMALL_DENSE, V2_LITE, plan
 
 H200 = "h200"
@@ -40,7 +41,7 @@ def decide(**changes: Any) -> tuple[Decision, Decision]:
     model = changes.pop("model", V2_LITE)
     where = {"device": "cuda", "ranks": 1, "dtype": "bf16", "kv_dtype": "bf16"}
     where |= {name: changes.pop(name) for name in list(changes) if name in where}
-    path, graphs = decide_decode(EngineArgs("model", **changes), model, **where, kernels=kernels)
+    path, graphs = decide_decode(EngineArgs("model", **changes), model, **where, kernels=kernels, backends=discover())
     assert (path.op, graphs.op) == ("decode_path", "cuda_graphs")
     return path, graphs
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+from pellucid.attention.base import AttentionBackend
 from pellucid.attention.reference import create as reference_attention
 from pellucid.core import SamplingParams
 from pellucid.kernels.context import KernelContext
@@ -45,7 +46,16 @@ class FusedSteps:
     context: KernelContext
 
     @classmethod
-    def of(cls, shape: str, rows: int, folder: Path, device: torch.device, dtype: torch.dtype) -> FusedSteps:
+    def of(
+        cls,
+        shape: str,
+        rows: int,
+        folder: Path,
+        device: torch.device,
+        dtype: torch.dtype,
+        call: Callable[[DeviceLimits], AttentionBackend] | None = None,
+    ) -> FusedSteps:
+        """`call` makes the attention backend that its steps call; their own kernels attend without."""
         context = KernelContext(device, dtype, None)
         checkpoint = Checkpoint.open(checkpoints.write_sharded(shape, folder, "float16"))
         traits = checkpoint.report().traits
@@ -59,7 +69,10 @@ class FusedSteps:
         ring = TokenRing(
             torch.zeros(8, bucket, dtype=torch.int32, device=device), torch.zeros(1, dtype=torch.int64, device=device)
         )
-        fused = FusedDecoder(decoder, pool, state, ring, PAGE * PAGES, limits)
+        called = None if call is None else call(limits)
+        fused = FusedDecoder(
+            decoder, pool, state, ring, PAGE * PAGES, limits, called_attention=lambda rows: called
+        )  # fmt: skip
         return cls(decoder, pool, state, ring, fused, bucket, context)
 
     def row(self, index: int, start: int, tokens: Sequence[int], prefill: bool = False) -> ScheduledSequence:

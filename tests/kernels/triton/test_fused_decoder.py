@@ -7,6 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from pellucid.attention.triton_gqa import TritonGQA
+from pellucid.attention.triton_mla import TritonMLA
+from pellucid.kernels.triton.prefill_tiles import StepMemo
 from pellucid.layers import fused_step
 from pellucid.step_plan import UNKNOWN_TOKEN
 from tests.kernels.triton.fused_steps import FusedSteps
@@ -27,33 +30,41 @@ def wide_tiles(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("shape", "rows", "limits"),
+    ("shape", "rows", "limits", "call"),
     [
-        ("v3", 1, {}),
-        ("v3", 3, {"FEW_ROWS": 2, "FUSED_NORM_ROWS": 2}),
-        ("qwen3-moe", 3, {"FUSED_NORM_ROWS": 2}),
-        ("llama", 1, {}),
+        ("v3", 1, {}, None),
+        ("v3", 3, {"FEW_ROWS": 2, "FUSED_NORM_ROWS": 2}, None),
+        ("qwen3-moe", 3, {"FUSED_NORM_ROWS": 2}, None),
+        ("llama", 1, {}, None),
+        ("v3", 3, {}, TritonMLA),
+        ("qwen3-moe", 3, {}, TritonGQA),
+        ("llama", 1, {}, TritonGQA),
     ],
-    ids=["v3", "v3-many", "qwen3-moe-some", "llama"],
+    ids=["v3", "v3-many", "qwen3-moe-some", "llama", "v3-called", "qwen3-moe-called", "llama-called"],
 )
 def test_a_step_is_that_of_the_layered_decoder(
     shape: str,
     rows: int,
     limits: dict[str, int],
+    call: type[TritonMLA | TritonGQA] | None,
     tmp_path: Path,
     device: torch.device,
     dtype: torch.dtype,
     monkeypatch: pytest.MonkeyPatch,
     wide_tiles: None,
 ) -> None:
-    """`limits` make few rows go the way of many: norms of their own, the library's products, experts sorted."""
+    """`limits` make few rows go the way of many: norms of their own, the library's products, experts sorted.
+
+    `call`: a backend that stands for another project's, called between the step's kernels.
+    """
     for name, value in limits.items():
         monkeypatch.setattr(fused_step, name, value)
     if "FEW_ROWS" in limits:
         from pellucid.kernels.triton import head
 
         monkeypatch.setattr(head, "MAX_ROWS", limits["FEW_ROWS"])
-    steps = FusedSteps.of(shape, rows, tmp_path, device, dtype)
+    backend = None if call is None else lambda limits: call("decode", limits, StepMemo())
+    steps = FusedSteps.of(shape, rows, tmp_path, device, dtype, backend)
     generator = torch.Generator().manual_seed(rows)
     prompts = torch.randint(3, steps.decoder.traits.vocab_size, (rows, PROMPT), generator=generator).tolist()
     steps.layered([steps.row(i, 0, prompts[i][:-1], prefill=True) for i in range(rows)])

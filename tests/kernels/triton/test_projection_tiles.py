@@ -17,7 +17,6 @@ from pellucid.selection.plan import ExecutionPlan
 from pellucid.tuning.measure import Question
 from pellucid.tuning.projections import projections_of
 from pellucid.tuning.steps import Apart
-from tests.kernels.triton.attention_cases import check_close
 from tests.kernels.triton.fused_steps import PAGE, PAGES, FusedSteps
 
 
@@ -40,7 +39,10 @@ def test_a_step_with_measured_tiles_gives_the_logits_of_the_default_ones(
     )  # fmt: skip
     steps.state.prepare(decode, rows, [_greedy()] * rows)
     measured.step(rows)
-    check_close(measured.logits(rows)[:rows].float(), wanted.double().cpu())
+    # As in `test_fused_decoder`: two random layers in bf16 differ by percents, whatever multiplies.
+    tolerance = 0.15 if dtype == torch.bfloat16 else 3e-3
+    found = measured.logits(rows)[:rows].double()
+    assert (found - wanted.double()).norm() < tolerance * wanted.double().norm()
 
 
 def _greedy() -> tuple[SamplingParams, int]:
