@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from pellucid.cli.bench_choices import choices
 from pellucid.cli.bench_http import http
 from pellucid.cli.bench_kernels import kernels
 from pellucid.cli.bench_offline import offline
@@ -23,6 +24,7 @@ def bench() -> None:
     """Measure speed, always beside the limit that the hardware sets."""
 
 
+bench.add_command(choices)
 bench.add_command(http)
 bench.add_command(kernels)
 bench.add_command(offline)

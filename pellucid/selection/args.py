@@ -27,7 +27,7 @@ SYNTHETIC = "synthetic"
 
 
 MEASURE_MODES = ("off", "cached", "full")
-"""`cached` measures once and reads what it found from then on. Without the flag a start reads and does not measure."""
+"""`cached`, the default, measures once and reads what it found from then on."""
 
 
 def short_dtype(name: str) -> str:

@@ -9,6 +9,9 @@ from dataclasses import dataclass
 TIE_SHARE = 0.02
 """Two medians this close are a tie whatever their errors: such a gap does not outlast the next driver."""
 
+STEP_TIE_SHARE = 0.005
+"""The same where what is timed is a whole step, and what changes in it is one of its launches."""
+
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
@@ -26,17 +29,22 @@ class Measurement:
         return f"{self.seconds * 1e6:.1f} us"
 
 
+def tie_share(op: str) -> float:
+    """The share for figures of an op: a projection's are those of whole steps."""
+    return STEP_TIE_SHARE if op.startswith("projection.") else TIE_SHARE
+
+
 Evidence = Mapping[tuple[str, int, str], Measurement]
 """Keyed by op (`attention.decode`), bucket and backend name."""
 
 
-def is_tie(a: Measurement, b: Measurement) -> bool:
-    """Whether the gap is within the combined 95 % error, or within 2 % of the faster."""
+def is_tie(a: Measurement, b: Measurement, share: float = TIE_SHARE) -> bool:
+    """Whether the gap is within the combined 95 % error, or within a share of the faster."""
     gap = abs(a.seconds - b.seconds)
-    return gap <= max(math.hypot(a.error, b.error), TIE_SHARE * min(a.seconds, b.seconds))
+    return gap <= max(math.hypot(a.error, b.error), share * min(a.seconds, b.seconds))
 
 
-def fastest(order: Sequence[str], measured: Mapping[str, Measurement]) -> str | None:
+def fastest(order: Sequence[str], measured: Mapping[str, Measurement], share: float = TIE_SHARE) -> str | None:
     """The first name of `order` that ties with the fastest; None when nothing can be concluded.
 
     Nothing is concluded unless the first of `order`, the default, was measured too: a winner has to beat it.
@@ -44,4 +52,4 @@ def fastest(order: Sequence[str], measured: Mapping[str, Measurement]) -> str | 
     if not order or order[0] not in measured:
         return None
     best = min((measured[name] for name in order if name in measured), key=lambda m: m.seconds)
-    return next(name for name in order if name in measured and is_tie(measured[name], best))
+    return next(name for name in order if name in measured and is_tie(measured[name], best, share))

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from pellucid.selection.evidence import Measurement, is_tie
+from pellucid.selection.evidence import Measurement, is_tie, tie_share
 from pellucid.selection.plan import Decision, How, MemoryBill, Rejection, Value
 from pellucid.traits.misfit import Misfit, MisfitKind
 
@@ -19,7 +19,9 @@ FAR_OFF: dict[MisfitKind, str] = {
 }
 """Reasons that an overview states once for all candidates that have them; `--why` states every reason."""
 
-TABLE_LEGEND = "* taken, = a tie with it (within the combined 95 % error, or 2 %), ± half of the 95 % interval"
+TABLE_LEGEND = (
+    "* taken, = a tie with it (within the combined 95 % error, or 2 %; of a step 0.5 %), ± half of the 95 % interval"
+)
 
 _BY_BUCKET: dict[MisfitKind, str] = {
     "numerics": "fails the numeric gate",
@@ -190,11 +192,14 @@ def _table(group: Sequence[Decision]) -> Table | None:
 def _cells(decision: Decision, names: Sequence[str]) -> tuple[Cell | None, ...]:
     results = {m.candidate: m.result for m in decision.measured}
     taken = results.get(str(decision.value))
-    return tuple(_cell(results[name], name == decision.value, taken) if name in results else None for name in names)
+    share = tie_share(decision.op)
+    return tuple(
+        _cell(results[name], name == decision.value, taken, share) if name in results else None for name in names
+    )
 
 
-def _cell(result: Measurement, is_taken: bool, taken: Measurement | None) -> Cell:
+def _cell(result: Measurement, is_taken: bool, taken: Measurement | None, share: float) -> Cell:
     if not result.right:
         return Cell(f"wrong: {result.detail}" if result.detail else "wrong", "*" if is_taken else "", False)
-    tie = taken is not None and taken.right and is_tie(result, taken)
+    tie = taken is not None and taken.right and is_tie(result, taken, share)
     return Cell(f"{result.seconds * 1e6:.1f} ± {result.error * 1e6:.1f} us", "*" if is_taken else "=" * tie, True)

@@ -75,6 +75,7 @@ class Budget:
     seconds: float
     clock: Callable[[], float] = time.monotonic
     begin: float = field(init=False)
+    excused: float = 0.0
 
     def __post_init__(self) -> None:
         self.begin = self.clock()
@@ -88,6 +89,7 @@ class Budget:
     def excuse(self, seconds: float) -> None:
         """Not to count these seconds."""
         self.begin += seconds
+        self.excused += seconds
 
     @property
     def used(self) -> float:
@@ -116,8 +118,10 @@ class Comparison:
         return fastest(right, {name: self.results[name] for name in right if name in self.results})
 
 
-def compare(trials: Sequence[Trial], budget: Budget) -> Comparison:
+def compare(trials: Sequence[Trial], budget: Budget, tie_share: float = TIE_SHARE) -> Comparison:
     """Measures all in turns, the default first in `trials`. Nothing is concluded where the default has no samples.
+
+    `tie_share`: of the rule that will decide; gaps near it are measured longer.
 
     Raises CannotMeasureError as a trial does.
     """
@@ -133,7 +137,7 @@ def compare(trials: Sequence[Trial], budget: Budget) -> Comparison:
     paired = 0
     for _ in range(LEADER_WINDOWS):
         paired += field_.run_rounds(LEADER_ROUNDS, drop=False)
-        if paired < LEADER_ROUNDS or field_.failed or _is_clear(conclude(order, field_.samples)):
+        if paired < LEADER_ROUNDS or field_.failed or _is_clear(conclude(order, field_.samples), tie_share):
             break
     failed = {name: Measurement(math.inf, 0.0, False, why) for name, why in field_.failed.items()}
     order = [name for name in order if name not in failed]
@@ -181,7 +185,9 @@ def conclude(order: Sequence[str], samples: Mapping[str, Sequence[float]]) -> di
     for name, values in ratios.items():
         low, high = median_interval(values)
         pair[name] = median * (high - low) / 2
-    own = min(pair.values()) / math.sqrt(2)
+    low, high = median_interval(anchor)
+    # Half of the narrowest pair's, unless the anchor's own is narrower: what is uncertain is then the other.
+    own = min(min(pair.values()) / math.sqrt(2), (high - low) / 2)
     found = {names[0]: Measurement(median, own)}
     for name, values in ratios.items():
         error = math.sqrt(max(pair[name] ** 2 - own**2, 0.0))
@@ -189,10 +195,10 @@ def conclude(order: Sequence[str], samples: Mapping[str, Sequence[float]]) -> di
     return found
 
 
-def _is_clear(results: Mapping[str, Measurement]) -> bool:
+def _is_clear(results: Mapping[str, Measurement], tie_share: float) -> bool:
     """Whether every gap to the best is surely less than the tie rule's share, or surely more."""
     best = min(results.values(), key=lambda m: m.seconds)
-    edge = TIE_SHARE * best.seconds
+    edge = tie_share * best.seconds
     return all(abs(m.seconds - best.seconds - edge) > math.hypot(m.error, best.error) for m in results.values())
 
 

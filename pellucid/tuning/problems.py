@@ -283,7 +283,9 @@ def _awkward(phase: Phase, bucket: int, page: int, longest: int) -> tuple[list[i
         lengths = [page, page + 1, 1, 3 * page - 1, 2, 5 * page + 7, page - 1, 2 * page]
         contexts = [min(lengths[i % len(lengths)] + i // len(lengths), longest) or 1 for i in range(bucket)]
         if bucket > 1:
+            # A padded row between others, and those at the end of a bucket that is not full.
             contexts[1] = 0
+            contexts[bucket - bucket // 4 :] = [0] * (bucket // 4)
         return [1] * bucket, contexts
     first = max(1, bucket // 2) if bucket > 1 else 1
     counts = [count for count in (first, bucket // 4, bucket - first - bucket // 4) if count]

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from pellucid.kernels.device import DeviceLimits
 from pellucid.layers.projection_tiles import Projection, tile_name
 from pellucid.selection.bucket import buckets_up_to
-from pellucid.selection.evidence import Measurement, fastest, is_tie
+from pellucid.selection.evidence import STEP_TIE_SHARE, Measurement, fastest, is_tie
 from pellucid.selection.plan import Decision, ExecutionPlan, Measured, Rejection
 from pellucid.traits.misfit import Misfit
 from pellucid.traits.model import ModelTraits
@@ -91,17 +91,26 @@ def tile_candidates(projection: Projection, rows: int, limits: DeviceLimits) -> 
     return tuple(dict.fromkeys(tile_name(one) for one in found))
 
 
-def measure_projections(plan: ExecutionPlan, traits: ModelTraits, candidates: Candidates, answer: Answer) -> Tiles:
-    """Coordinate descent, bucket by bucket: each projection's tile by the step's time, the chosen ones in force."""
+def measure_projections(
+    plan: ExecutionPlan,
+    traits: ModelTraits,
+    candidates: Candidates,
+    answer: Answer,
+    gate_ahead: Callable[[Sequence[Question]], None] = lambda _: None,
+) -> Tiles:
+    """Coordinate descent, bucket by bucket: each projection's tile by the step's time, the chosen ones in force.
+
+    `gate_ahead` hears of the questions that a bucket is about to ask.
+    """
     found: list[tuple[Question, Mapping[str, Measurement]]] = []
     about = traits_of(plan, "step")
     for rows in sorted((b for b in buckets_up_to(plan.max_num_seqs) if b <= MAX_ROWS), key=_turn):
         given: list[tuple[str, str]] = []
-        for projection in projections_of(traits, rows):
-            order = tuple(candidates(projection, rows))
-            if len(order) < 2:
-                continue
-            order = _promising(order, answer(Question(APART + projection.op, rows, order, about)))
+        found_names = [(projection, tuple(candidates(projection, rows))) for projection in projections_of(traits, rows)]
+        apart = [(p, Question(APART + p.op, rows, names, about)) for p, names in found_names if len(names) > 1]
+        gate_ahead([question for _, question in apart])
+        for projection, alone in apart:
+            order = _promising(alone.order, answer(alone))
             if len(order) < 2:
                 continue
             question = Question(projection.op, rows, order, about, tuple(given))
@@ -118,7 +127,7 @@ def measure_projections(plan: ExecutionPlan, traits: ModelTraits, candidates: Ca
 def winner(order: Sequence[str], results: Mapping[str, Measurement]) -> str | None:
     """By the tie rule, among those that are right; None when nothing can be concluded."""
     right = [name for name in order if name not in results or results[name].right]
-    return fastest(right, {name: m for name, m in results.items() if m.right})
+    return fastest(right, {name: m for name, m in results.items() if m.right}, STEP_TIE_SHARE)
 
 
 def tile_decision(question: Question, results: Mapping[str, Measurement]) -> Decision:
@@ -136,7 +145,7 @@ def tile_decision(question: Question, results: Mapping[str, Measurement]) -> Dec
             continue
         if not m.right:
             misfit = Misfit(f"fails the numeric gate: {m.detail}", "", "numerics")
-        elif is_tie(m, mine):
+        elif is_tie(m, mine, STEP_TIE_SHARE):
             misfit = Misfit(f"fits; after {chosen} in the fixed order; measured as a tie", "", "order")
         else:
             misfit = Misfit(f"fits; measured {m} a step against {mine}", "", "slower")

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from pellucid.selection.decode_path import FUSED
-from pellucid.selection.evidence import Evidence, Measurement, fastest
+from pellucid.selection.evidence import Evidence, Measurement, fastest, tie_share
 from pellucid.selection.plan import Decision, ExecutionPlan
 from pellucid.tuning.gate import Bench, GatedTrial, gate
 from pellucid.tuning.measure import Budget, CannotMeasureError, Question, compare
@@ -38,13 +38,16 @@ STEP_OPS = {"step.decode": ("attention.decode", *ONE_FORM), "step.prefill": ("at
 
 Resolve = Callable[[Evidence], ExecutionPlan]
 
+CheckAll = Callable[[Sequence[tuple[Question, str]], Callable[[], bool]], dict[tuple[Question, str], str]]
+"""As `pool.ProbePool.check_all`."""
+
 
 @dataclass(slots=True)
 class Session:
     """One window of measuring, before serving. Without a bench it only looks up what earlier ones found.
 
     `cached`: what the store has is taken, stale or skipped as it may be, and only the rest is measured. `full`: all is
-    measured anew.
+    measured anew. `check_all` takes many candidates through the gate at once.
     """
 
     store: EvidenceStore
@@ -52,17 +55,38 @@ class Session:
     budget: Budget
     mode: Mode = "cached"
     on_progress: Callable[[str], None] | None = None
+    check_all: CheckAll | None = None
     measured: int = 0
     skipped: Counter[str] = field(default_factory=Counter)
     stale: set[str] = field(default_factory=set)
     share: float = 1.0
     _answers: dict[Question, Mapping[str, Measurement]] = field(default_factory=dict)
+    _verdicts: dict[tuple[Question, str], str] = field(default_factory=dict)
 
     def answer(self, question: Question) -> Mapping[str, Measurement]:
         """Figures of the candidates; of the failed alone, or none, where time was up or nothing may be measured."""
         if question not in self._answers:
             self._answers[question] = self._find(question)
         return self._answers[question]
+
+    def gate_ahead(self, questions: Sequence[Question]) -> None:
+        """These will be asked next: their candidates are compiled and gated now, many at a time."""
+        if self.bench is None or self.check_all is None:
+            return
+        new = [q for q in questions if q not in self._answers and (self.mode == "full" or not self.store.find(q))]
+        budget = self.budget.part(self.share)
+        if not new or budget.left <= 0:
+            return
+        if self.on_progress is not None:
+            self.on_progress(f"gate of {len(new)} choices from {new[0].key} on ({self.budget.used:.0f} s)")
+        begin = budget.clock()
+        self._verdicts |= self.check_all([(q, q.order[0]) for q in new], lambda: True)
+        # What the defaults take to be compiled, the engine would pay a moment later.
+        self.budget.excuse(budget.clock() - begin)
+        budget = self.budget.part(self.share)
+        self._verdicts |= self.check_all(
+            [(q, name) for q in new for name in q.order[1:]], lambda: budget.left > 0
+        )  # fmt: skip
 
     def _find(self, question: Question) -> Mapping[str, Measurement]:
         found = self.store.find(question) if self.mode == "cached" or self.bench is None else None
@@ -96,7 +120,9 @@ class Session:
             if budget.left <= 0:
                 return self._keep(question, failed, {}, skipped=OUT_OF_TIME)
             begin = budget.clock()
-            reason = gate(bench, question, name)
+            reason = self._verdicts.pop((question, name), None)
+            if reason is None:
+                reason = gate(bench, question, name)
             if name == question.order[0]:
                 # What the default takes to be compiled, the engine would pay a moment later.
                 self.budget.excuse(budget.clock() - begin)
@@ -105,7 +131,7 @@ class Session:
                 failed[name] = Measurement(float("inf"), 0.0, False, reason)
             else:
                 trials.append(GatedTrial(bench, question, name))
-        compared = compare(trials, budget)
+        compared = compare(trials, budget, tie_share(question.op))
         results = {**failed, **compared.results}
         return self._keep(question, results, compared.samples, skipped=OUT_OF_TIME if compared.out_of_time else "")
 

@@ -18,9 +18,10 @@ from pellucid.traits.model import ModelTraits
 from pellucid.traits.tensors import TensorIndex
 from pellucid.tuning.gate import Bench, Probe
 from pellucid.tuning.measure import Budget, Question
+from pellucid.tuning.pool import ProbePool
 from pellucid.tuning.problems import REFERENCE, drawable
 from pellucid.tuning.projections import APART, measure_projections, tile_candidates
-from pellucid.tuning.session import Mode, Resolve, Session, Tiles, Tuned, traits_of, tune
+from pellucid.tuning.session import CheckAll, Mode, Resolve, Session, Tiles, Tuned, traits_of, tune
 from pellucid.tuning.store import EvidenceStore
 from pellucid.tuning.workbench import Workbench
 
@@ -45,14 +46,13 @@ def tune_plan(
 ) -> Tuned:
     """The plan of what is known of this machine's speeds, and with `measure` of what can be found out now.
 
-    A start measures where `--measure` asks for it: until this has run on GPUs, the default reads what `tune` found.
     Nothing is measured at the start of an engine without a GPU unless `--measure full` asks for it: its own kernels
     come first there anyway. Nor with several ranks, whose steps this version does not time.
     `bench`: instead of real backends in a child process, with a `clock` of its own.
     """
     default = resolve({})
     mode: Mode = "full" if args.measure == "full" and measure else "cached"
-    wanted = measure and args.measure is not None and (default.device == "cuda" or mode == "full")
+    wanted = measure and (default.device == "cuda" or mode == "full")
     measures = wanted and default.tensor_parallel_size == 1
     if args.measure == "off":
         return Tuned(default, {}, ())
@@ -60,15 +60,26 @@ def tune_plan(
     if not measures and store.is_empty:
         return Tuned(default, {}, ())
     seconds = args.measure_seconds or DEFAULT_SECONDS
+    check_all: CheckAll | None = None
     with ExitStack() as stack:
         if measures and bench is None:
             # A candidate that hangs may take no more than this; a kernel is compiled in less.
-            probe = Probe(Workbench(traits, default, tensors), check_deadline_s=max(20.0, min(60.0, seconds / 4)))
-            bench = stack.enter_context(probe)
-        session = Session(store, bench if measures else None, Budget(seconds, clock), mode, on_progress)
+            deadline = max(20.0, min(60.0, seconds / 4))
+
+            def make_probe() -> Probe:
+                return Probe(Workbench(traits, default, tensors), check_deadline_s=deadline)
+
+            bench = stack.enter_context(make_probe())
+            if default.device == "cuda":
+                check_all = stack.enter_context(ProbePool(make_probe)).check_all
+        session = Session(store, bench if measures else None, Budget(seconds, clock), mode, on_progress, check_all)
         tuned = tune(resolve, session, partial(_tiles, traits, hardware, session), partial(_asks, traits, session))
         if session.measured:
-            done = f"measured {session.measured} choices in {session.budget.used:.0f} s, kept in {store.path}"
+            compiled = f", besides {session.budget.excused:.0f} s for kernels that the engine needs too"
+            done = (
+                f"measured {session.measured} choices in {session.budget.used:.0f} s"
+                f"{compiled if session.budget.excused >= 1 else ''}, kept in {store.path}"
+            )
             tuned = replace(tuned, notes=(done, *tuned.notes))
         return tuned
 
@@ -93,4 +104,4 @@ def _tiles(traits: ModelTraits, hardware: Hardware, session: Session, plan: Exec
         # Without torch and triton, which a process that measures nothing need not import.
         return session.store.known_order(APART + projection.op, rows, traits_of(plan, "step"))
 
-    return measure_projections(plan, traits, candidates, session.answer)
+    return measure_projections(plan, traits, candidates, session.answer, session.gate_ahead)

@@ -11,12 +11,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from pellucid.layers.projection_tiles import PREFIX, Projection, parse_tile, plan_tiles
+from pellucid.layers.projection_tiles import PREFIX, Projection, parse_tile
 from pellucid.models.synthetic import SyntheticTensors
 from pellucid.quantization.weight import DENSE_SCHEMES
 from pellucid.runner.gpu_runner import GPURunner
 from pellucid.runner.model_runner import ModelRunner
-from pellucid.selection.bucket import bucket
 from pellucid.selection.decode_path import FUSED
 from pellucid.selection.memory import weight_items
 from pellucid.selection.plan import ExecutionPlan
@@ -79,33 +78,33 @@ class Steps:
         return "" if bool(logits.isfinite().all()) else "has logits that are not finite"
 
     def timer(self, question: Question, candidate: str) -> Timer:
+        return self.timer_under(self._plan_of(question, candidate), question)
+
+    def timer_under(self, plan: ExecutionPlan, question: Question) -> Timer:
+        """Of the question's step under a plan."""
         import torch
 
-        plan, rows = self._plan_of(question, candidate), question.bucket
-        runner = self._runner(plan, rows)
+        rows = question.bucket
+        runner = self._runner(plan)
         if not isinstance(runner, GPURunner) or question.op == "step.prefill":
             return Timer([self._layered(runner, question)], torch.device(plan.device), capture=False)
-        fused = runner.fused_with(plan_tiles(plan))
+        fused = runner.fused_under(plan)
         with torch.inference_mode():
             self._fill(runner, rows)
             # Twice: kernels are compiled and buffers made in the first, and the second must find them made.
             fused.step(rows)
             fused.step(rows)
             replay = captured(lambda: fused.step(rows))
-
-        def step() -> None:
-            replay()
-
-        return _Refilled(step, runner, lambda: self._fill(runner, rows))
+        return _Refilled(replay, runner, lambda: self._fill(runner, rows))
 
     def _logits(self, question: Question, candidate: str) -> torch.Tensor:
         import torch
 
         plan, rows = self._plan_of(question, candidate), question.bucket
-        runner = self._runner(plan, rows)
+        runner = self._runner(plan)
         if not isinstance(runner, GPURunner) or question.op == "step.prefill":
             return self._layered(runner, question)()
-        fused = runner.fused_with(plan_tiles(plan))
+        fused = runner.fused_under(plan)
         with torch.inference_mode():
             self._fill(runner, rows)
             fused.step(rows)
@@ -119,8 +118,8 @@ class Steps:
             given = question.given if candidate == MEASURED else ()
         return apply_choices(self._plan, given)
 
-    def _runner(self, plan: ExecutionPlan, rows: int) -> Any:
-        """A runner of the plan, projections aside, with room for one step."""
+    def _runner(self, plan: ExecutionPlan) -> Any:
+        """A runner of the plan with room for one step; what `fused_under` changes is the default's."""
         pages = -(-min(self._context(plan) + 64, plan.max_model_len) // plan.page_size)
         tokens = max(plan.max_num_batched_tokens, 1)
         room = max(plan.max_num_seqs * pages, -(-(tokens + CONTEXT) // plan.page_size) + 1)
@@ -128,6 +127,8 @@ class Steps:
         for d in plan.decisions:
             if d.op.startswith(PREFIX):
                 continue
+            if d.op == "attention.decode" and plan.decode_path == FUSED:
+                d = self._plan.decision(d.op, d.bucket)
             changes = {"kv.pages": min(plan.num_kv_pages, room), "cuda_graphs": False}
             decisions.append(replace(d, value=changes.get(d.op, d.value), rejected=(), measured=()))
         key = replace(plan, decisions=tuple(decisions))
@@ -136,7 +137,7 @@ class Steps:
             while len(self._runners) > 1:
                 self._runners.pop(next(iter(self._runners)))
             if key.decode_path == FUSED:
-                self._runners[key] = GPURunner(self._traits, self._tensors, key, buckets=(bucket(rows),))
+                self._runners[key] = GPURunner(self._traits, self._tensors, key, buckets=())
             else:
                 self._runners[key] = ModelRunner(self._traits, self._tensors, key)
         return self._runners[key]

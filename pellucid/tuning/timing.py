@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -63,7 +64,18 @@ class Timer:
         return float(begin.elapsed_time(end)) * 1e-3
 
 
-def captured(launch: Callable[[], None]) -> Callable[[], None]:
+@dataclass(frozen=True, slots=True)
+class Captured:
+    """A CUDA graph, and what launched it: the graph writes to buffers that nothing else may keep."""
+
+    launch: Callable[[], None]
+    graph: torch.cuda.CUDAGraph
+
+    def __call__(self) -> None:
+        self.graph.replay()
+
+
+def captured(launch: Callable[[], None]) -> Captured:
     """`launch` as a CUDA graph, which it must have run before."""
     import torch
 
@@ -71,11 +83,7 @@ def captured(launch: Callable[[], None]) -> Callable[[], None]:
     torch.cuda.synchronize()
     with torch.cuda.graph(graph):
         launch()
-
-    def replay() -> None:
-        graph.replay()
-
-    return replay
+    return Captured(launch, graph)
 
 
 def copies_for(num_bytes: int, device: torch.device) -> int:

@@ -41,7 +41,7 @@ def test_greedy_text_is_that_of_the_cpu(shape: str, tmp_path: Path) -> None:
     }
     texts = {}
     for device in ("cpu", "cuda"):
-        llm = LLM(path, device=device, **options)
+        llm = LLM(path, device=device, measure="off", **options)
         texts[device] = [
             tuple(output.outputs[0].token_ids) for _ in range(2) for output in llm.generate(PROMPTS, params)
         ]
@@ -51,7 +51,7 @@ def test_greedy_text_is_that_of_the_cpu(shape: str, tmp_path: Path) -> None:
 
 def test_bf16_runs_and_is_finite(tmp_path: Path) -> None:
     path = checkpoints.write_sharded("v3", tmp_path, "bfloat16")
-    llm = LLM(path, device="cuda", num_kv_pages=64, max_num_seqs=8, max_model_len=256)
+    llm = LLM(path, device="cuda", measure="off", num_kv_pages=64, max_num_seqs=8, max_model_len=256)
     assert llm.plan.dtype == "bf16"
     output = llm.generate(PROMPTS, SamplingParams(temperature=0, max_tokens=16, ignore_eos=True, logprobs=1))
     assert all(len(one.outputs[0].token_ids) == 16 for one in output)
@@ -100,7 +100,7 @@ POOL: dict[str, Any] = {
 
 
 def on_card(path: Path, **options: Any) -> LLM:
-    llm = LLM(path, device="cuda", **POOL | options)
+    llm = LLM(path, device="cuda", measure="off", **POOL | options)
     expected = options.get("decode_path", "fused")
     assert llm.plan.decode_path == expected, llm.plan.decision("decode_path").because
     return llm

@@ -11,11 +11,13 @@ import pytest
 from pellucid.engine.startup import make_plan, open_model
 from pellucid.layers.projection_tiles import plan_tiles
 from pellucid.selection.args import EngineArgs
+from pellucid.selection.evidence import STEP_TIE_SHARE, fastest, is_tie
 from pellucid.selection.plan import ExecutionPlan
 from pellucid.tuning.gate import GatedTrial
 from pellucid.tuning.measure import Budget, Question, compare
 from pellucid.tuning.projections import projections_of, tile_candidates
 from pellucid.tuning.session import traits_of
+from pellucid.tuning.steps import Steps
 from pellucid.tuning.workbench import Workbench
 
 torch = pytest.importorskip("torch")
@@ -92,3 +94,42 @@ def test_measured_tiles_are_in_the_plan_and_never_slow_the_step_down(
     for rows in sorted(buckets):
         by_default, measured = step_seconds(files, default, plan, rows)
         assert measured <= 1.01 * by_default, rows
+
+
+def test_twenty_runs_choose_what_ties_in_every_run(files):
+    """Of the tiles of two buckets: no run may choose what is slower in another by more than a tie."""
+    from pellucid.kernels.device import device_limits
+
+    plan = make_plan(args(measure="off", max_num_seqs=8), files)
+    bench, limits = Workbench(files.traits, plan), device_limits(torch.device("cuda"))
+    flipped = {}
+    for rows in (1, 8):
+        for projection in projections_of(files.traits, rows)[:2]:
+            names = tile_candidates(projection, rows, limits)[:5]
+            question = Question(projection.op, rows, names, traits_of(plan, "step"))
+            trials = [GatedTrial(bench, question, name) for name in names]
+            runs = [compare(trials, Budget(30), STEP_TIE_SHARE).results for _ in range(20)]
+            chosen = {fastest(names, results, STEP_TIE_SHARE) for results in runs}
+            for results in runs:
+                mine = results[str(fastest(names, results, STEP_TIE_SHARE))]
+                apart = [name for name in chosen if not is_tie(results[str(name)], mine, 2 * STEP_TIE_SHARE)]
+                if apart:
+                    flipped[question.key] = sorted(map(str, apart))
+    assert flipped == {}
+
+
+def test_what_one_candidates_step_writes_is_nobody_elses(files):
+    """Steps of several candidates are captured before any is replayed: each still gives the tokens that it gave."""
+    plan = make_plan(args(measure="off"), files)
+    steps = Steps(files.traits, plan, None)
+    timers = [steps.timer_under(plan, Question("step.decode", 4, ("default",))) for _ in range(4)]
+    for timer in timers * 2:
+        timer.sample()
+    runner, found = steps._runner(plan), []
+    with torch.inference_mode():
+        for timer in timers:
+            steps._fill(runner, 4)
+            timer._launch()
+            torch.cuda.synchronize()
+            found.append(runner._state.tokens[:4].tolist())
+    assert all(tokens == found[0] for tokens in found) and len(set(found[0])) > 1

@@ -216,13 +216,28 @@ def test_a_second_start_takes_the_same_tiles_and_so_does_a_process_that_cannot_m
     assert tuned(tmp_path, None).plan == first.plan
 
 
+def test_candidates_are_gated_many_at_a_time_and_those_that_fail_are_never_timed(tmp_path):
+    bench, together = SimulatedBench({**EQUAL, **STEP}), []
+
+    def check_all(pairs, go_on):
+        together.extend(pairs)
+        return {pair: "row 1 differs" if pair[1] == "library" else "" for pair in pairs if go_on()}
+
+    session = session_of(tmp_path, bench)
+    session.check_all = check_all
+    tiles = measure_projections(resolver()({}), V2_LITE, candidates, session.answer, session.gate_ahead)
+    assert {question.op.partition(".")[0] for question, _ in together} == {"apart"}
+    assert ("library" in {name for _, name in together}) and tiles.answers
+    assert "library" not in {name for key, name in bench.asked if key.startswith("apart")}
+
+
 def test_without_time_every_projection_keeps_its_default(tmp_path):
     assert plan_tiles(tuned(tmp_path, SimulatedBench({"library": 1.0}), seconds=0).plan) == {}
 
 
 def test_a_decision_says_who_was_wrong_slower_or_tied():
     question = Question("projection.64x32", 1, ("a", "b", "c", "d"))
-    times = {"a": Measurement(1e-3, 0.0), "b": Measurement(1.005e-3, 0.0), "c": Measurement(2e-3, 0.0)}
+    times = {"a": Measurement(1e-3, 0.0), "b": Measurement(1.004e-3, 0.0), "c": Measurement(2e-3, 0.0)}
     decision = tile_decision(question, {**times, "d": Measurement(float("inf"), 0.0, False, "row 0 differs")})
     assert decision.value == "a"
     assert {r.candidate: r.misfits[0].kind for r in decision.rejected} == {"b": "order", "c": "slower", "d": "numerics"}

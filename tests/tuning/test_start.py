@@ -99,13 +99,14 @@ def test_the_seconds_of_a_start_are_kept_to_and_a_cold_start_has_fewer_than_twen
     assert start.DEFAULT_SECONDS < 20
 
 
-def test_without_the_flag_a_start_reads_what_is_known_and_measures_nothing(cache):
+def test_without_the_flag_a_start_measures_what_is_not_known_and_off_measures_nothing(cache):
     bench = SimulatedBench({**STEP, "library": 45.0})
-    assert on_a_card(bench, measure=None).plan == resolver()({})
+    assert on_a_card(bench, measure="off").plan == resolver()({})
     assert bench.asked == []
-    first = on_a_card(bench)
+    first = on_a_card(bench, measure=None)
+    assert bench.asked != []
     bench = SimulatedBench({})
-    assert on_a_card(bench, measure=None).plan == first.plan
+    assert on_a_card(bench, measure="cached").plan == first.plan
     assert bench.asked == []
 
 

@@ -1,0 +1,130 @@
+"""Is the measured plan as fast as every plan of one backend? Whole steps under each of them, in turns, at each bucket.
+
+Steps are those that `tuning` times: the model's first layers, captured as they are served.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pellucid.bench.provenance import provenance
+from pellucid.core import PellucidError
+from pellucid.layers.projection_tiles import LIBRARY, PREFIX
+from pellucid.selection.decode_path import FUSED
+from pellucid.selection.evidence import Measurement
+from pellucid.selection.plan import ExecutionPlan
+from pellucid.traits.model import ModelTraits
+from pellucid.traits.tensors import TensorIndex
+from pellucid.tuning.measure import Budget, Question, compare
+from pellucid.tuning.problems import REFERENCE
+from pellucid.tuning.projections import MAX_ROWS, projections_of
+from pellucid.tuning.session import apply_choices
+from pellucid.tuning.steps import Steps
+from pellucid.tuning.timing import Timer
+
+MEASURED, DEFAULT = "the measured plan", "the default"
+SECONDS = 60
+"""Most that one bucket may take; it is a few."""
+
+Given = tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PlanTrial:
+    """A step under one plan. Implements `tuning.measure.Trial`."""
+
+    name: str
+    timer: Timer
+
+    def sample(self) -> float:
+        return self.timer.sample()
+
+
+def rivals(default: ExecutionPlan, traits: ModelTraits, phase: str, bucket: int) -> Iterator[tuple[str, Given]]:
+    """Plans of one backend at a bucket, by name: each that fits, for attention; the library, for every projection.
+
+    Plain torch for attention or experts is left out: it takes a hundred times as long.
+    """
+    op = f"attention.{phase}"
+    decision = default.decision(op, bucket)
+    for rejection in decision.rejected:
+        if rejection.runs and rejection.candidate != REFERENCE:
+            yield f"{rejection.candidate} for attention", ((f"{op}@{decision.bucket}", rejection.candidate),)
+    if phase == "decode" and default.decode_path == FUSED and bucket <= MAX_ROWS:
+        shapes = projections_of(traits, bucket)
+        yield f"{LIBRARY} for projections", tuple((f"{shape.op}@{bucket}", LIBRARY) for shape in shapes)
+
+
+def differences(measured: ExecutionPlan, default: ExecutionPlan, phase: str, bucket: int) -> Given:
+    """What the measured plan has at this bucket of a phase, besides the default's choices."""
+    op = f"attention.{phase}"
+    found = [(d.op, str(d.value)) for d in measured.decisions
+             if d.bucket is None and d.value != default.decision(d.op).value]  # fmt: skip
+    mine = measured.decision(op, bucket)
+    if mine.value != default.decision(op, bucket).value:
+        found.append((mine.key, str(mine.value)))
+    if phase == "decode":
+        found += [(d.key, str(d.value)) for d in measured.decisions if d.op.startswith(PREFIX) and d.bucket == bucket]
+    return tuple(found)
+
+
+def compare_plans(
+    measured: ExecutionPlan,
+    default: ExecutionPlan,
+    traits: ModelTraits,
+    tensors: TensorIndex | None,
+    buckets: Mapping[str, Sequence[int]],
+    report: Callable[[str], None],
+) -> dict[str, Any]:
+    """Times every plan at `buckets` of each phase ("decode", "prefill"): a record for `results/`.
+
+    Raises:
+        PellucidError: the plans differ in what all buckets share, so that they have no steps in common.
+    """
+    moved = [d.op for d in measured.decisions if d.bucket is None and d.value != default.decision(d.op).value]
+    if moved:
+        raise PellucidError(f"the measured plan has another {', '.join(moved)}: its steps can't be compared one by one")
+    steps = Steps(traits, default, tensors)
+    lines = []
+    for phase, sizes in buckets.items():
+        for bucket in sizes:
+            plans = {
+                DEFAULT: (),
+                MEASURED: differences(measured, default, phase, bucket),
+                **dict(rivals(default, traits, phase, bucket)),
+            }
+            line = {"phase": phase, "bucket": bucket, **_bucket(steps, default, phase, bucket, plans)}
+            lines.append(line)
+            report(_told(line))
+    return {"bench": "choices", **provenance("pellucid.cli"), "traits": list(default.model), "steps": lines}
+
+
+def _bucket(
+    steps: Steps, default: ExecutionPlan, phase: str, bucket: int, plans: Mapping[str, Given]
+) -> dict[str, Any]:
+    import torch
+
+    question = Question(f"step.{phase}", bucket, tuple(plans))
+    with torch.inference_mode():
+        trials = []
+        for name, given in plans.items():
+            plan = apply_choices(default, given)
+            trials.append(PlanTrial(name, steps.timer_under(plan, question)))
+        results = compare(trials, Budget(SECONDS)).results
+    mine = results[MEASURED]
+    times = {name: {"us": round(m.seconds * 1e6, 2), "error_us": round(m.error * 1e6, 2),
+                    "measured_is": round(mine.seconds / m.seconds, 4)} for name, m in results.items()}  # fmt: skip
+    return {"measured_has": dict(plans[MEASURED]), "times": times, "behind": _behind(results)}
+
+
+def _behind(results: Mapping[str, Measurement]) -> float:
+    """By which share the measured plan is slower than the fastest; 0 when it is that."""
+    best = min(m.seconds for m in results.values())
+    return round(results[MEASURED].seconds / best - 1, 4)
+
+
+def _told(line: Mapping[str, Any]) -> str:
+    times = ", ".join(f"{name} {one['us']:.1f} ± {one['error_us']:.1f} us" for name, one in line["times"].items())
+    return f"{line['phase']}@{line['bucket']}: {times}; behind the fastest by {line['behind']:.1%}"

@@ -1,0 +1,69 @@
+"""Steps under the measured plan, the default and the plans of one backend, on the CPU."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from pellucid.bench.choices import DEFAULT, MEASURED, compare_plans, differences, rivals
+from pellucid.core import PellucidError
+from pellucid.engine.startup import make_plan, open_model
+from pellucid.selection.args import EngineArgs
+from pellucid.selection.plan import Decision, ExecutionPlan
+from tests import checkpoints
+from tests.selection.models import V2_LITE
+from tests.tuning.simulated import resolver
+
+
+def with_choice(plan: ExecutionPlan, op: str, bucket: int | None, value: object) -> ExecutionPlan:
+    changed = [replace(d, value=value) if (d.op, d.bucket) == (op, bucket) else d for d in plan.decisions]
+    return replace(plan, decisions=tuple(changed))
+
+
+def test_rivals_are_every_backend_that_fits_and_the_library() -> None:
+    plan = resolver()({})
+    found = dict(rivals(plan, V2_LITE, "decode", 8))
+    assert found.keys() == {"flashinfer_mla for attention"} | (
+        {"library for projections"} if plan.decode_path == "fused" else set()
+    )
+    assert found["flashinfer_mla for attention"] == (("attention.decode@8", "flashinfer_mla"),)
+    assert all(name == "library" for _, name in found.get("library for projections", ()))
+    assert "library for projections" not in dict(rivals(plan, V2_LITE, "prefill", 8))
+
+
+def test_differences_are_those_of_the_bucket_and_its_tiles() -> None:
+    default = resolver()({})
+    measured = with_choice(default, "attention.decode", 8, "flashinfer_mla")
+    tile = Decision("projection.64x32", 8, "library", "measured", ("faster",))
+    measured = replace(measured, decisions=(*measured.decisions, tile, replace(tile, bucket=1)))
+    assert differences(measured, default, "decode", 8) == (
+        ("attention.decode@8", "flashinfer_mla"),
+        ("projection.64x32@8", "library"),
+    )
+    assert differences(measured, default, "decode", 1) == (("projection.64x32@1", "library"),)
+    assert differences(measured, default, "prefill", 8) == ()
+
+
+def test_every_plan_of_a_bucket_is_timed_and_the_record_says_how_far_behind_the_measured_one_is(tmp_path) -> None:
+    files = open_model(str(checkpoints.write("v3", tmp_path)))
+    args = EngineArgs(str(tmp_path), device="cpu", max_num_seqs=4, max_model_len=64, num_kv_pages=64, measure="off")
+    default = make_plan(args, files)
+    told: list[str] = []
+    sizes = {"decode": (1, 2), "prefill": (8,)}
+    record = compare_plans(default, default, files.traits, files.checkpoint.tensors, sizes, told.append)
+    assert [(line["phase"], line["bucket"]) for line in record["steps"]] == [
+        ("decode", 1), ("decode", 2), ("prefill", 8),
+    ]  # fmt: skip
+    for line in record["steps"]:
+        assert {DEFAULT, MEASURED} <= line["times"].keys()
+        assert all(one["us"] > 0 for one in line["times"].values())
+        assert line["behind"] >= 0
+    assert len(told) == 3 and told[0].startswith("decode@1: the default ")
+
+
+def test_plans_that_share_no_steps_are_not_compared() -> None:
+    default = resolver()({})
+    moved = with_choice(default, "kv.page_size", None, 16)
+    with pytest.raises(PellucidError, match=r"another kv\.page_size"):
+        compare_plans(moved, default, V2_LITE, None, {"decode": (1,)}, print)
