@@ -11,9 +11,9 @@ from typing import Any
 
 from pellucid.bench.provenance import provenance
 from pellucid.core import PellucidError
-from pellucid.layers.projection_tiles import LIBRARY, PREFIX
+from pellucid.layers.step_tiles import LIBRARY
 from pellucid.selection.decode_path import FUSED
-from pellucid.selection.evidence import Measurement
+from pellucid.selection.evidence import Measurement, is_tile_op
 from pellucid.selection.plan import ExecutionPlan
 from pellucid.traits.model import ModelTraits
 from pellucid.traits.tensors import TensorIndex
@@ -66,7 +66,7 @@ def differences(measured: ExecutionPlan, default: ExecutionPlan, phase: str, buc
     if mine.value != default.decision(op, bucket).value:
         found.append((mine.key, str(mine.value)))
     if phase == "decode":
-        found += [(d.key, str(d.value)) for d in measured.decisions if d.op.startswith(PREFIX) and d.bucket == bucket]
+        found += [(d.key, str(d.value)) for d in measured.decisions if is_tile_op(d.op) and d.bucket == bucket]
     return tuple(found)
 
 

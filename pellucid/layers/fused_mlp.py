@@ -12,6 +12,7 @@ from pellucid.layers.fused_step import FusedStep, dense
 from pellucid.layers.mlp import MLP
 from pellucid.layers.moe import MoE
 from pellucid.layers.norm import RMSNorm
+from pellucid.layers.step_tiles import EXPERTS_DOWN, EXPERTS_GROUPED, EXPERTS_UP
 from pellucid.moe.triton_fused import GroupedExperts
 
 if TYPE_CHECKING:
@@ -93,11 +94,13 @@ class FusedMoE:
             counter=self.counter, normed=norms, context=step.context, pdl=step.pdl,
         )  # fmt: skip
         act = step.scratch("act", rows * traits.top_k, traits.intermediate_size)
-        moe_small.small_experts_up(normed, None, self.norm.eps, experts, routed.gate_up, act, pdl=step.pdl)
+        up = step.tile(EXPERTS_UP, lambda: moe_small.up_tile(x.shape[1], rows))
+        down = step.tile(EXPERTS_DOWN, lambda: moe_small.down_tile(traits.intermediate_size, rows))
+        moe_small.small_experts_up(normed, None, self.norm.eps, experts, routed.gate_up, act, pdl=step.pdl, tile=up)
         pairs = rows * (traits.top_k + 1)
         moe_small.small_experts_down(
             act, experts, weights, routed.down, shared_act, shared_down, x,
-            step.scratch("pairs", pairs, x.shape[1], dtype=torch.float32), pdl=step.pdl,
+            step.scratch("pairs", pairs, x.shape[1], dtype=torch.float32), pdl=step.pdl, tile=down,
         )  # fmt: skip
 
     def _many(self, step: FusedStep) -> None:
@@ -118,9 +121,8 @@ class FusedMoE:
         weights = step.scratch("weights", rows, traits.top_k, dtype=torch.float32)
         route_topk(logits, self.rule, layer.correction_bias, experts, weights, pdl=step.pdl)
         pairs, experts_in_all = rows * traits.top_k, traits.num_experts
-        tiles = moe_grouped.grouped_tiles(
-            pairs, experts_in_all, x.shape[1], traits.intermediate_size, step.limits.shared_memory
-        )
+        shape = pairs, experts_in_all, x.shape[1], traits.intermediate_size, step.limits.shared_memory
+        tiles = step.tile(EXPERTS_GROUPED, lambda: moe_grouped.grouped_tiles(*shape))
         if rows not in self.blocks:
             self.blocks[rows] = moe_grouped.ExpertBlocks.allocate(pairs, experts_in_all, tiles.block_m, x.device)
         blocks = self.blocks[rows]

@@ -9,13 +9,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, TypeVar, cast
 
 from pellucid.attention.base import AttentionBackend, AttentionMetadata
 from pellucid.kernels.device import DeviceLimits
 from pellucid.kvcache.pool import KVPool
 from pellucid.layers.linear import Linear
-from pellucid.layers.projection_tiles import Projection
+from pellucid.layers.step_tiles import Projection
 from pellucid.quantization.base import HeadwiseKernel
 
 if TYPE_CHECKING:
@@ -23,9 +23,11 @@ if TYPE_CHECKING:
 
     from pellucid.kernels.triton.linear import LinearTile
     from pellucid.kernels.triton.rows_linear import RowsTile
-    from pellucid.layers.projection_tiles import Tiles
+    from pellucid.layers.step_tiles import Tiles
 
     Scratch = Callable[..., torch.Tensor]
+
+T = TypeVar("T")
 
 FEW_ROWS = 16
 """Up to here the kernels of a step are ours alone: every weight is read once, and by every row."""
@@ -104,7 +106,8 @@ class FusedStep:
         from pellucid.kernels.triton.rows_linear import parts_size, rows_linear
 
         n, k = weight.shape
-        tile = self._tile(n, k, activation is not None)
+        pair = activation is not None
+        tile = self.tile(Projection(n, k, pair).op, lambda: projection_tile(n, k, self.rows, pair, self.limits))
         if norm is not None and (self.rows > FUSED_NORM_ROWS or not isinstance(tile, LinearTile)):
             normed = self.scratch("normed", self.rows, k)
             rms_norm(x, norm, eps, normed, pdl=self.pdl)
@@ -124,9 +127,10 @@ class FusedStep:
         else:
             self._library_project(x, weight, out, bias, activation, residual)
 
-    def _tile(self, weight_rows: int, k: int, pair: bool) -> LinearTile | RowsTile | None:
-        key = Projection(weight_rows, k, pair), self.rows
-        return self.tiles[key] if key in self.tiles else projection_tile(weight_rows, k, self.rows, pair, self.limits)
+    def tile(self, op: str, default: Callable[[], T]) -> T:
+        """The plan's tile of an op (`layers.step_tiles`) at these rows, where it has one."""
+        key = op, self.rows
+        return cast(T, self.tiles[key]) if key in self.tiles else default()
 
     def _library_project(
         self,

@@ -21,6 +21,7 @@ from pellucid.layers.fused_mlp import FusedMLP, FusedMoE
 from pellucid.layers.fused_step import FUSED_NORM_ROWS, CalledAttention, FusedStep, dense, scratch_space
 from pellucid.layers.mla import MLAAttention
 from pellucid.layers.moe import MoE
+from pellucid.layers.step_tiles import LM_HEAD
 from pellucid.models.decoder import Decoder, DecoderLayer
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from pellucid.kernels.triton.sampling import SlotSampling
     from pellucid.kernels.triton.token_filters import FilterSpace
     from pellucid.layers.fused_step import Scratch
-    from pellucid.layers.projection_tiles import Tiles
+    from pellucid.layers.step_tiles import Tiles
 
 
 class SequenceState(Protocol):
@@ -133,7 +134,9 @@ class FusedDecoder:
         from pellucid.kernels.triton.token_filters import FilterSpace
 
         norm, state, rows, x, slots = self._decoder.norm, self._state, step.rows, step.x, step.sequence
-        programs = head.head_programs(self._head.shape[0], rows)
+        vocab, width = self._head.shape
+        tile = step.tile(LM_HEAD, lambda: head.head_tile(vocab, width, rows)) if step.few else None
+        programs = head.head_programs(vocab, rows, tile)
         value = scratch("best_value", rows, programs, dtype=torch.float32)
         index = scratch("best_index", rows, programs, dtype=torch.int32)
         logits = self.logits(rows)
@@ -144,7 +147,7 @@ class FusedDecoder:
                 rms_norm(x, norm.weight, norm.eps, source, pdl=self._pdl)
             head.small_head(
                 source, weight, norm.eps, self._head, logits, value, index, sampling=self._sampling(),
-                state_positions=state.positions, row_slots=slots, pdl=self._pdl,
+                state_positions=state.positions, row_slots=slots, pdl=self._pdl, tile=tile,
             )  # fmt: skip
         else:
             normed = scratch("normed", rows, x.shape[1])

@@ -18,7 +18,7 @@ from pellucid.attention.base import AttentionBackend
 from pellucid.core import PellucidError, Request
 from pellucid.kernels.device import device_limits
 from pellucid.kvcache.pool import KVPool
-from pellucid.layers.projection_tiles import plan_tiles
+from pellucid.layers.step_tiles import plan_tiles
 from pellucid.models.decoder import Decoder
 from pellucid.models.fused_decoder import FusedDecoder, TokenRing
 from pellucid.models.weights import ProgressCallback

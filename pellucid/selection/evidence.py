@@ -29,9 +29,14 @@ class Measurement:
         return f"{self.seconds * 1e6:.1f} us"
 
 
+def is_tile_op(op: str) -> bool:
+    """Whether what is chosen is the tile of a launch within fused steps: its figures are those of whole steps."""
+    return op.startswith(("projection.", "experts.")) or op == "lm_head"
+
+
 def tie_share(op: str) -> float:
-    """The share for figures of an op: a projection's are those of whole steps."""
-    return STEP_TIE_SHARE if op.startswith("projection.") else TIE_SHARE
+    """The share for figures of an op."""
+    return STEP_TIE_SHARE if is_tile_op(op) else TIE_SHARE
 
 
 Evidence = Mapping[tuple[str, int, str], Measurement]

@@ -1,4 +1,4 @@
-"""The dense projections of fused decode steps as measured choices: which, with what candidates, and their decisions.
+"""The launches of fused decode steps as measured choices, projections above all: their candidates and decisions.
 
 Called by `tuning.session`'s callers. A tile alone (own graph, cold L2) and the same within a step can rank otherwise,
 because launches overlap there: alone they are only sorted out, and the time of the whole step decides.
@@ -6,11 +6,12 @@ because launches overlap there: alone they are only sorted out, and the time of 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from pellucid.kernels.device import DeviceLimits
-from pellucid.layers.projection_tiles import Projection, tile_name
+from pellucid.layers.step_tiles import PREFIX, Projection, tile_name
 from pellucid.selection.bucket import buckets_up_to
 from pellucid.selection.evidence import STEP_TIE_SHARE, Measurement, fastest, is_tie
 from pellucid.selection.plan import Decision, ExecutionPlan, Measured, Rejection
@@ -37,6 +38,7 @@ MAX_ROWS = 128
 
 Answer = Callable[[Question], Mapping[str, Measurement]]
 Candidates = Callable[[Projection, int], Sequence[str]]
+Others = Callable[[int], Iterable[tuple[str, Sequence[str]]]]
 
 
 def projections_of(traits: ModelTraits, rows: int) -> tuple[Projection, ...]:
@@ -97,10 +99,12 @@ def measure_projections(
     candidates: Candidates,
     answer: Answer,
     gate_ahead: Callable[[Sequence[Question]], None] = lambda _: None,
+    others: Others = lambda _: (),
 ) -> Tiles:
-    """Coordinate descent, bucket by bucket: each projection's tile by the step's time, the chosen ones in force.
+    """Coordinate descent, bucket by bucket: each launch's tile by the step's time, the chosen ones in force.
 
-    `gate_ahead` hears of the questions that a bucket is about to ask.
+    `gate_ahead` hears of the questions that a bucket is about to ask alone. `others`: ops of a step that are no
+    projections, with their candidates.
     """
     found: list[tuple[Question, Mapping[str, Measurement]]] = []
     about = traits_of(plan, "step")
@@ -109,18 +113,18 @@ def measure_projections(
         found_names = [(projection, tuple(candidates(projection, rows))) for projection in projections_of(traits, rows)]
         apart = [(p, Question(APART + p.op, rows, names, about)) for p, names in found_names if len(names) > 1]
         gate_ahead([question for _, question in apart])
-        for projection, alone in apart:
-            order = _promising(alone.order, answer(alone))
+        promising = ((projection.op, _promising(alone.order, answer(alone))) for projection, alone in apart)
+        for op, order in chain(promising, others(rows)):
             if len(order) < 2:
                 continue
-            question = Question(projection.op, rows, order, about, tuple(given))
+            question = Question(op, rows, tuple(order), about, tuple(given))
             results = answer(question)
             chosen = winner(order, results)
             if chosen is None:
                 continue
             found.append((question, results))
             if chosen != order[0]:
-                given.append((f"{projection.op}@{rows}", chosen))
+                given.append((f"{op}@{rows}", chosen))
     return Tiles(tuple(found))
 
 
@@ -150,8 +154,10 @@ def tile_decision(question: Question, results: Mapping[str, Measurement]) -> Dec
         else:
             misfit = Misfit(f"fits; measured {m} a step against {mine}", "", "slower")
         rejected.append(Rejection(name, (misfit,)))
-    projection = Projection.of(question.op)
-    shape = f"weight [{projection.rows}, {projection.columns}]{', gate and up' if projection.pair else ''}"
+    shape = "a launch of the fused step"
+    if question.op.startswith(PREFIX):
+        projection = Projection.of(question.op)
+        shape = f"weight [{projection.rows}, {projection.columns}]{', gate and up' if projection.pair else ''}"
     table = tuple(Measured.of(name, results[name]) for name in question.order if name in results)
     return Decision(question.op, question.bucket, chosen, "measured", (shape, verdict), tuple(rejected), table)
 

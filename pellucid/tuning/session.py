@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from pellucid.selection.decode_path import FUSED
-from pellucid.selection.evidence import Evidence, Measurement, fastest, tie_share
+from pellucid.selection.evidence import Evidence, Measurement, fastest, is_tile_op, tie_share
 from pellucid.selection.plan import Decision, ExecutionPlan
 from pellucid.tuning.gate import Bench, GatedTrial, gate
 from pellucid.tuning.measure import Budget, CannotMeasureError, Question, compare
@@ -327,7 +327,7 @@ def apply_choices(plan: ExecutionPlan, given: Sequence[tuple[str, str]]) -> Exec
         changed = text is not None and str(decision.value) != text
         decisions.append(replace(decision, value=_typed(text, decision)) if changed and text else decision)
     for key, name in given:
-        if key.startswith("projection."):
+        if is_tile_op(key.partition("@")[0]):
             op, _, bucket = key.partition("@")
             decisions.append(Decision(op, int(bucket), name, "measured", ("in force while a step is timed",)))
     return replace(plan, decisions=tuple(decisions))

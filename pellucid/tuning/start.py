@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 
 from pellucid.hardware.facts import Hardware
 from pellucid.kernels.device import DeviceLimits
-from pellucid.layers.projection_tiles import Projection
+from pellucid.layers.step_tiles import Projection
 from pellucid.selection.args import EngineArgs
 from pellucid.selection.decode_path import FUSED
 from pellucid.selection.plan import ExecutionPlan
 from pellucid.traits.model import ModelTraits
 from pellucid.traits.tensors import TensorIndex
 from pellucid.tuning.gate import Bench, Probe
+from pellucid.tuning.kernel_tiles import TILE_OPS, other_candidates
 from pellucid.tuning.measure import Budget, Question
 from pellucid.tuning.pool import ProbePool
 from pellucid.tuning.problems import REFERENCE, drawable
@@ -92,7 +93,7 @@ def _asks(traits: ModelTraits, session: Session, question: Question) -> bool:
 
 
 def _tiles(traits: ModelTraits, hardware: Hardware, session: Session, plan: ExecutionPlan) -> Tiles:
-    """Measured projections of a plan with a fused decode path; none of another."""
+    """Measured tiles of a plan with a fused decode path; none of another."""
     if plan.decode_path != FUSED:
         return Tiles()
     gpu = hardware.gpus[0]
@@ -104,4 +105,11 @@ def _tiles(traits: ModelTraits, hardware: Hardware, session: Session, plan: Exec
         # Without torch and triton, which a process that measures nothing need not import.
         return session.store.known_order(APART + projection.op, rows, traits_of(plan, "step"))
 
-    return measure_projections(plan, traits, candidates, session.answer, session.gate_ahead)
+    def others(rows: int) -> Iterator[tuple[str, Sequence[str]]]:
+        if session.bench is not None:
+            yield from other_candidates(traits, rows, limits)
+        else:
+            for op in TILE_OPS:
+                yield op, session.store.known_order(op, rows, traits_of(plan, "step"))
+
+    return measure_projections(plan, traits, candidates, session.answer, session.gate_ahead, others)

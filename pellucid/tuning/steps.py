@@ -11,12 +11,13 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from pellucid.layers.projection_tiles import PREFIX, Projection, parse_tile
+from pellucid.layers.step_tiles import PREFIX, Projection, parse_tile
 from pellucid.models.synthetic import SyntheticTensors
 from pellucid.quantization.weight import DENSE_SCHEMES
 from pellucid.runner.gpu_runner import GPURunner
 from pellucid.runner.model_runner import ModelRunner
 from pellucid.selection.decode_path import FUSED
+from pellucid.selection.evidence import is_tile_op
 from pellucid.selection.memory import weight_items
 from pellucid.selection.plan import ExecutionPlan
 from pellucid.step_plan import ScheduledSequence, StepPlan
@@ -34,6 +35,9 @@ if TYPE_CHECKING:
     from pellucid.layers.fused_step import FusedStep
 
 SLICE_BYTES = 8 << 30
+LOGITS_TOLERANCE = 0.15
+"""Of the length of a step's logits: rounding adds up through random layers, and a router's near-tie may turn."""
+
 LEAST_LAYERS = 2
 """Of the last kind in the model, behind those of the other."""
 
@@ -73,9 +77,17 @@ class Steps:
         self._runners: dict[ExecutionPlan, Any] = {}
 
     def check(self, question: Question, candidate: str) -> str:
-        """Why the step can't be taken: its logits are not finite. Numbers of each op were checked before."""
+        """Why the step can't be taken: its logits are not finite, or, of tiles that no one checks alone, not the
+        default's."""
         logits = self._logits(question, candidate)
-        return "" if bool(logits.isfinite().all()) else "has logits that are not finite"
+        if not bool(logits.isfinite().all()):
+            return "has logits that are not finite"
+        if not is_tile_op(question.op) or question.op.startswith(PREFIX) or candidate == question.order[0]:
+            return ""
+        found = logits.float().clone()
+        wanted = self._logits(question, question.order[0]).float()
+        apart = float((found - wanted).norm() / wanted.norm())
+        return "" if apart <= LOGITS_TOLERANCE else f"has logits that differ by {apart:.3g} of the default's"
 
     def timer(self, question: Question, candidate: str) -> Timer:
         return self.timer_under(self._plan_of(question, candidate), question)
@@ -112,7 +124,7 @@ class Steps:
 
     def _plan_of(self, question: Question, candidate: str) -> ExecutionPlan:
         """The plan that a candidate's step is taken under."""
-        if question.op.startswith(PREFIX):
+        if is_tile_op(question.op):
             given = (*question.given, (f"{question.op}@{question.bucket}", candidate))
         else:
             given = question.given if candidate == MEASURED else ()
@@ -125,7 +137,7 @@ class Steps:
         room = max(plan.max_num_seqs * pages, -(-(tokens + CONTEXT) // plan.page_size) + 1)
         decisions = []
         for d in plan.decisions:
-            if d.op.startswith(PREFIX):
+            if is_tile_op(d.op):
                 continue
             if d.op == "attention.decode" and plan.decode_path == FUSED:
                 d = self._plan.decision(d.op, d.bucket)
@@ -256,5 +268,5 @@ class Apart:
         nothing = cast(Any, None)
         return FusedStep(
             self._rows, nothing, nothing, nothing, nothing, nothing, scratch_space(self._device, self._dtype), 1,
-            device_limits(self._device), {(self._projection, self._rows): parse_tile(candidate)},
+            device_limits(self._device), {(self._projection.op, self._rows): parse_tile(candidate)},
         )  # fmt: skip

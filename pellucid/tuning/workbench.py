@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from pellucid.selection.evidence import is_tile_op
 from pellucid.selection.plan import ExecutionPlan
 from pellucid.traits.model import ModelTraits
 from pellucid.traits.tensors import TensorIndex
@@ -58,7 +59,7 @@ class Workbench:
             return self._timers[candidate].sample()
 
     def _whole(self, question: Question) -> bool:
-        return question.op.startswith(("step.", "projection."))
+        return question.op.startswith("step.") or is_tile_op(question.op)
 
     def _turn_to(self, question: Question) -> None:
         if question == self._question:

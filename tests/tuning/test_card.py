@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from pellucid.engine.startup import make_plan, open_model
-from pellucid.layers.projection_tiles import plan_tiles
+from pellucid.layers.step_tiles import plan_tiles
 from pellucid.selection.args import EngineArgs
 from pellucid.selection.evidence import STEP_TIE_SHARE, fastest, is_tie
 from pellucid.selection.plan import ExecutionPlan
@@ -48,7 +48,7 @@ def args(**flags) -> EngineArgs:
 
 def step_seconds(files, default: ExecutionPlan, plan: ExecutionPlan, rows: int) -> tuple[float, float]:
     """Of the default tiles and of the plan's, in turns."""
-    given = tuple((f"{p.op}@{b}", str(plan.decision(p.op, b).value)) for p, b in plan_tiles(plan) if b == rows)
+    given = tuple((f"{op}@{b}", str(plan.decision(op, b).value)) for op, b in plan_tiles(plan) if b == rows)
     question = Question("step.decode", rows, ("default", "measured"), "", given)
     bench = Workbench(files.traits, default)
     results = compare([GatedTrial(bench, question, name) for name in question.order], Budget(60)).results

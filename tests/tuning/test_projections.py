@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from pellucid.core import PlanError
 from pellucid.kernels.device import DeviceLimits
 from pellucid.layers.fused_step import FusedStep, projection_tile
-from pellucid.layers.projection_tiles import Projection, parse_tile, plan_tiles, tile_name
+from pellucid.layers.step_tiles import Projection, parse_tile, plan_tiles, tile_name
 from pellucid.selection.evidence import Measurement
 from pellucid.selection.explain import render_decision
 from pellucid.tuning.measure import Budget, Question
@@ -51,7 +51,7 @@ def test_a_tiles_name_gives_back_the_tile(data):
 
 @pytest.mark.parametrize("name", ["", "gemv", "gemv-8x2048", "libraries", "rows-64x128-w4-s8-more", "dot--8x4-w1"])
 def test_what_is_no_tile_is_refused_by_its_name(name):
-    with pytest.raises(PlanError, match="tile of a projection"):
+    with pytest.raises(PlanError, match="tile of a step"):
         parse_tile(name)
 
 
@@ -195,15 +195,15 @@ def test_the_plan_carries_measured_tiles_and_the_step_reads_them(tmp_path):
     assert [m.candidate for m in decision.measured] == ["gemv-8x512-w2", "library", "gemv-4x512-w2"]
     assert "library" in render_decision(plan, decision)
     tiles = plan_tiles(plan)
-    assert tiles[Projection.of(WIDE), 1] is None
-    assert tiles[Projection.of(WIDE), 8] == parse_tile("gemv-8x512-w2")
+    assert tiles[WIDE, 1] is None
+    assert tiles[WIDE, 8] == parse_tile("gemv-8x512-w2")
     assert type(plan).from_json(plan.to_json()) == plan
 
 
 def test_tiles_that_make_the_step_slower_together_are_taken_back_at_their_bucket(tmp_path):
     times = {**EQUAL, **STEP, f"{WIDE} library@1": 80, f"{WIDE} library@8": 80, "measured@8": 530}
     found = tuned(tmp_path, SimulatedBench(times))
-    assert plan_tiles(found.plan).keys() & {(Projection.of(WIDE), 1)}
+    assert plan_tiles(found.plan).keys() & {(WIDE, 1)}
     assert not [key for key in plan_tiles(found.plan) if key[1] == 8]
     assert any("step.decode@8" in note for note in found.notes)
 

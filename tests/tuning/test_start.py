@@ -53,14 +53,17 @@ def test_a_cold_start_on_a_card_measures_backends_projections_and_steps(cache):
     bench = SimulatedBench({**STEP, "library": 45.0})
     found = on_a_card(bench)
     ops = {line["op"].partition(".")[0] for line in lines(cache)}
-    assert ops == {"attention", "moe", "apart", "projection", "step"}
+    assert ops == {"attention", "moe", "apart", "projection", "experts", "lm_head", "step"}
     assert any(d.op.startswith("projection.") and d.value == "library" for d in found.plan.decisions)
     assert found.notes[0].startswith("measured ") and str(cache) in found.notes[0]
 
 
+IN_STEPS = {"apart", "projection", "experts", "lm_head"}
+
+
 def test_a_start_spends_no_time_on_plain_torch_as_the_only_rival_and_tune_does(cache):
     args = EngineArgs("model", max_num_seqs=4, max_num_batched_tokens=16, measure_seconds=3600)
-    for mode, expected in (("cached", {"apart", "projection"}), ("full", {"attention", "moe", "apart", "projection"})):
+    for mode, expected in (("cached", IN_STEPS), ("full", {"attention", "moe", *IN_STEPS})):
         bench = SimulatedBench({"reference": 5000})
         asked = replace(args, measure=mode)
         make = partial(resolve, asked, V2_LITE, gpu_machine())

@@ -47,15 +47,22 @@ class GroupedTiles(NamedTuple):
 
 
 def grouped_tiles(
-    pairs: int, num_experts: int, hidden: int, intermediate: int, shared_memory: int = H100_SHARED_MEMORY
+    pairs: int,
+    num_experts: int,
+    hidden: int,
+    intermediate: int,
+    shared_memory: int = H100_SHARED_MEMORY,
+    block_m: int | None = None,
 ) -> GroupedTiles:
-    """The default tiles for `pairs` = rows * top_k. `shared_memory`: bytes one block may ask for on the device.
+    """The default tiles for `pairs` = rows * top_k, or those of another `block_m` of 16 to 128.
+
+    `shared_memory`: bytes one block may ask for on the device.
 
     Few pairs an expert: bound by the bytes of the weights, so small tiles, several programs a multiprocessor, and
     blocks that hold most experts whole. Many: bound by the tensor cores and L2, so the largest tiles that fit.
     """
     mean = pairs / num_experts
-    block_m = 16 if mean <= 16 else 32 if mean <= 24 else 64 if mean <= 56 else 128
+    block_m = block_m or (16 if mean <= 16 else 32 if mean <= 24 else 64 if mean <= 56 else 128)
     if block_m <= 32:
         columns, warps, group_m, budget = 64, 4, ALL_BLOCKS, shared_memory // 3
     elif block_m == 64:

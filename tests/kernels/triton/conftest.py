@@ -24,3 +24,15 @@ def device() -> torch.device:
 def dtype() -> torch.dtype:
     """The interpreter's `dot` cannot do bf16."""
     return torch.bfloat16 if HAS_CARD else torch.float16
+
+
+@pytest.fixture
+def wide_tiles(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the interpreter a program costs milliseconds whatever its size: a few large ones, instead of hundreds."""
+    if device.type == "cuda":
+        return
+    from pellucid.kernels.triton import head, linear
+
+    choose = linear.linear_tile
+    monkeypatch.setattr(linear, "linear_tile", lambda *shape: choose(*shape)._replace(block_n=64))
+    monkeypatch.setattr(head, "head_tile", lambda *shape: choose(*shape)._replace(block_n=32))

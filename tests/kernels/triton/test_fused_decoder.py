@@ -17,18 +17,6 @@ from tests.kernels.triton.fused_steps import FusedSteps
 PROMPT = 21
 
 
-@pytest.fixture
-def wide_tiles(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the interpreter a program costs milliseconds whatever its size: a few large ones, instead of hundreds."""
-    if device.type == "cuda":
-        return
-    from pellucid.kernels.triton import head, linear
-
-    choose = linear.linear_tile
-    monkeypatch.setattr(linear, "linear_tile", lambda *shape: choose(*shape)._replace(block_n=64))
-    monkeypatch.setattr(head, "head_tile", lambda *shape: choose(*shape)._replace(block_n=32))
-
-
 @pytest.mark.parametrize(
     ("shape", "rows", "limits", "call"),
     [

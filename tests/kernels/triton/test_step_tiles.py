@@ -1,4 +1,4 @@
-"""A fused step gives the same logits whatever tiles its plan has for the projections."""
+"""A fused step gives the same logits whatever tiles its plan has for its launches."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import torch
 
 from pellucid.core import SamplingParams
 from pellucid.kernels.device import DeviceLimits, device_limits
-from pellucid.layers.projection_tiles import parse_tile
+from pellucid.layers import fused_step
+from pellucid.layers.step_tiles import EXPERTS_DOWN, EXPERTS_GROUPED, EXPERTS_UP, LM_HEAD, parse_tile
 from pellucid.models.fused_decoder import FusedDecoder
 from pellucid.selection.plan import ExecutionPlan
 from pellucid.tuning.measure import Question
@@ -32,7 +33,7 @@ def test_a_step_with_measured_tiles_gives_the_logits_of_the_default_ones(
     decode = [steps.row(i, 8, prompts[i][-1:]) for i in range(rows)]
     wanted = steps.layered(decode)
 
-    tiles = {(p, rows): parse_tile(name) for p in projections_of(steps.decoder.traits, rows)}
+    tiles = {(p.op, rows): parse_tile(name) for p in projections_of(steps.decoder.traits, rows)}
     limits = device_limits(device) if device.type == "cuda" else DeviceLimits(86, 4, 99 << 10)
     measured = FusedDecoder(
         steps.decoder, steps.pool, steps.state, steps.ring, PAGE * PAGES, limits, tiles
@@ -70,3 +71,46 @@ def test_a_tile_alone_is_checked_with_what_a_step_adds_to_its_product(
 
 def _name(dtype: torch.dtype) -> str:
     return "bf16" if dtype == torch.bfloat16 else "fp16"
+
+
+@pytest.mark.parametrize(
+    ("rows", "few", "tiles"),
+    [
+        (1, 16, {EXPERTS_UP: "experts-4x64-w2-s3", EXPERTS_DOWN: "experts-4x64-w2-s2", LM_HEAD: "gemv-64x128-w1"}),
+        (3, 16, {EXPERTS_UP: "experts-16x32-w4-s2", EXPERTS_DOWN: "experts-32x32-w4-s2"}),
+        (3, 2, {EXPERTS_GROUPED: "grouped-32-64x64-gall-w4-s3-64x64-gall-w4-s3"}),
+    ],
+)
+def test_a_step_with_other_tiles_has_the_logits_of_the_default(
+    rows: int,
+    few: int,
+    tiles: dict[str, str],
+    tmp_path: Path,
+    device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
+    wide_tiles: None,
+) -> None:
+    from pellucid.kernels.triton import head
+
+    monkeypatch.setattr(fused_step, "FEW_ROWS", few)
+    monkeypatch.setattr(head, "MAX_ROWS", few)
+    steps = FusedSteps.of("qwen3-moe", rows, tmp_path, device, torch.float16)
+    prompts = torch.randint(3, 200, (rows, 9), generator=torch.Generator().manual_seed(1)).tolist()
+    steps.layered([steps.row(i, 0, prompts[i][:-1], prefill=True) for i in range(rows)])
+    decode = [steps.row(i, 8, prompts[i][-1:]) for i in range(rows)]
+    wanted = steps.step(decode).clone()
+
+    limits = device_limits(device) if device.type == "cuda" else DeviceLimits(86, 4, 99 << 10)
+    parsed = {(op, steps.bucket): parse_tile(name) for op, name in tiles.items()}
+    other = FusedDecoder(steps.decoder, steps.pool, steps.state, steps.ring, PAGE * PAGES, limits, parsed)
+    launched = []
+    tile = fused_step.FusedStep.tile
+    monkeypatch.setattr(
+        fused_step.FusedStep, "tile", lambda self, op, default: launched.append(op) or tile(self, op, default)
+    )
+    steps.state.prepare(decode, steps.bucket, [_greedy()] * rows)
+    other.step(steps.bucket)
+    found = other.logits(steps.bucket)[:rows].float()
+    assert set(tiles) <= set(launched)
+    assert (found - wanted).norm() < 1e-2 * wanted.norm()
+    assert not torch.equal(found, torch.zeros_like(found))

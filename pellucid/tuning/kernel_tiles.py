@@ -1,0 +1,78 @@
+"""Candidates for the launches of a fused step that are no projections: experts, and the head.
+
+Called by `tuning.projections`. They are never timed alone: the step's time decides between the default and its
+neighbours, half and twice its outputs, its columns or its warps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from pellucid.kernels.device import DeviceLimits
+from pellucid.layers.step_tiles import EXPERTS_DOWN, EXPERTS_GROUPED, EXPERTS_UP, LM_HEAD, tile_name
+from pellucid.traits.model import ModelTraits
+
+if TYPE_CHECKING:
+    from pellucid.kernels.triton.few_rows import SmallTile
+    from pellucid.kernels.triton.linear import LinearTile
+    from pellucid.kernels.triton.moe_grouped import GroupedTiles
+
+TILE_OPS = (EXPERTS_UP, EXPERTS_DOWN, EXPERTS_GROUPED, LM_HEAD)
+
+
+def other_candidates(traits: ModelTraits, rows: int, limits: DeviceLimits) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Ops of a step of `rows` rows with the names of their tiles, the default first."""
+    from pellucid.kernels.triton import head, moe_grouped, moe_small
+    from pellucid.layers.fused_step import FEW_ROWS
+
+    hidden, moe = traits.hidden_size, traits.moe
+    if moe is not None and rows <= FEW_ROWS:
+        up, down = moe_small.up_tile(hidden, rows), moe_small.down_tile(moe.intermediate_size, rows)
+        yield EXPERTS_UP, _names(up, *_small_neighbours(up, rows, hidden, 2, limits))
+        yield EXPERTS_DOWN, _names(down, *_small_neighbours(down, rows, moe.intermediate_size, 1, limits))
+    elif moe is not None:
+        shape = rows * moe.top_k, moe.num_experts, hidden, moe.intermediate_size, limits.shared_memory
+        default = moe_grouped.grouped_tiles(*shape)
+        others = (moe_grouped.grouped_tiles(*shape, block_m) for block_m in (default.block_m // 2, default.block_m * 2)
+                  if 16 <= block_m <= 128)  # fmt: skip
+        yield EXPERTS_GROUPED, _names(default, *others)
+    if rows <= FEW_ROWS:
+        tile = head.head_tile(traits.vocab_size, hidden, rows)
+        yield LM_HEAD, _names(tile, *_head_neighbours(tile, rows, limits))
+
+
+def _names(*tiles: SmallTile | GroupedTiles | LinearTile) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(map(tile_name, tiles)))
+
+
+def _small_neighbours(
+    base: SmallTile, rows: int, columns: int, matrices: int, limits: DeviceLimits
+) -> Iterator[SmallTile]:
+    """`matrices`: rows of weights for each output, 2 for gate and up."""
+    from dataclasses import replace
+
+    from pellucid.kernels.triton.few_rows import fit_block_k
+
+    least_n, least_k = (1, 128) if rows == 1 else (16, 32)
+    most_k = fit_block_k(columns, 1 << 14)
+    found = [replace(base, block_n=n) for n in (base.block_n // 2, base.block_n * 2) if least_n <= n <= 128]
+    for k, warps in ((base.block_k // 2, max(1, base.warps // 2)), (base.block_k * 2, min(16, base.warps * 2))):
+        if least_k <= k <= most_k:
+            # Of one row each warp keeps its columns; of several, K is walked in steps by all of them.
+            found.append(replace(base, block_k=k, warps=warps if rows == 1 else base.warps))
+    if rows > 1:
+        found += [replace(base, warps=base.warps * 2), replace(base, stages=base.stages + 1)]
+        for tile in found:
+            if tile.stages * (matrices * tile.block_n + 16) * tile.block_k * 2 <= limits.shared_memory:
+                yield tile
+    else:
+        yield from found
+
+
+def _head_neighbours(base: LinearTile, rows: int, limits: DeviceLimits) -> Iterator[LinearTile]:
+    for block_n in (base.block_n // 2, base.block_n * 2):
+        # Of one row the tile is registers; of several, a pipeline of weights and rows.
+        buffered = base.stages * (block_n + (8 if rows <= 8 else 16)) * base.block_k * 2 if base.dot else 0
+        if (16 if base.dot else 1) <= block_n <= 128 and buffered <= limits.shared_memory:
+            yield base._replace(block_n=block_n)
