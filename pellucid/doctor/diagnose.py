@@ -1,4 +1,4 @@
-"""Every check of `pellucid doctor`, in order: host, devices, then the model with its plan and its memory.
+"""Every check of `pellucid doctor`, in order: host, devices, the model with its plan and its memory, and its kernels.
 
 Says what `serve` would do with the same flags: it makes the same plan from the same files, and no weight is read.
 """
@@ -7,20 +7,24 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from pellucid.core import PellucidError
 from pellucid.doctor.devices import DriverFacts, device_checks, memory_in_use, read_driver_facts
 from pellucid.doctor.host import host_checks, hub_folder, read_folder, read_host, unchecked_host
-from pellucid.doctor.report import Check, Report
+from pellucid.doctor.report import Check, KernelFigures, Report
 from pellucid.engine.inputs import PACKAGES, TOKENIZER_FILES, slow_path_reasons
 from pellucid.hardware.facts import Hardware, format_bytes
 from pellucid.models.checkpoint import INDEX_FILE, Checkpoint
 from pellucid.models.hub import HUB_NAME, resolve_model
+from pellucid.models.registry import unsaid_traits
+from pellucid.models.synthetic import settle
 from pellucid.selection.args import SYNTHETIC, EngineArgs
+from pellucid.selection.evidence import Evidence
 from pellucid.selection.limits import SEQUENCES
 from pellucid.selection.memory import stored_bytes
 from pellucid.selection.plan import ExecutionPlan, MemoryBill
@@ -29,6 +33,7 @@ from pellucid.selection.view import rows, tokens_that_fit
 from pellucid.server.args import ServeArgs
 from pellucid.traits.config import TraitReport
 from pellucid.traits.misfit import MisfitKind
+from pellucid.traits.model import ModelTraits
 
 ELSEWHERE = "this is another machine"
 
@@ -43,7 +48,8 @@ CHANGEABLE: frozenset[MisfitKind] = frozenset({"package", "toolkit", "compiler"}
 class Case:
     """What is asked: the flags of `serve`, and the machine. `here`: it is this one, so its host can be looked at.
 
-    `args.model` is empty when the machine alone is meant. `packages`: the modules that serving needs.
+    `args.model` is empty when the machine alone is meant. `packages`: the modules that serving needs. `kernels`: to run
+    every kernel that fits, too.
     """
 
     args: EngineArgs
@@ -51,6 +57,7 @@ class Case:
     hardware: Hardware
     here: bool
     packages: Sequence[str]
+    kernels: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,13 +65,17 @@ class Opened:
     """A model whose headers are read. `to_download`: bytes of weights that a start would fetch, None if not known."""
 
     checkpoint: Checkpoint
+    traits: ModelTraits
     report: TraitReport
     downloads: bool
     to_download: int | None
 
 
-def diagnose(case: Case) -> Report:
-    """The report. Errors that the user can act on become lines; nothing is raised for them."""
+def diagnose(case: Case, on_progress: Callable[[str], None] | None = None) -> Report:
+    """The report. Errors that the user can act on become lines; nothing is raised for them.
+
+    `on_progress` is told what is measured now, where that was asked for.
+    """
     opened, model_lines = _open(case)
     plan, plan_lines = (None, []) if opened is None else _plan(case, opened)
     ranks = 1 if plan is None else plan.tensor_parallel_size
@@ -79,8 +90,9 @@ def diagnose(case: Case) -> Report:
     ]
     if opened is not None and plan is not None and not any(check.status == "fail" for check in checks):
         checks += _preparation(case, opened)
+    kernels, kernel_lines = _kernels(case, opened, plan, checks, on_progress)
     machine = "this machine" if case.here else case.hardware.name
-    return Report(f"{case.args.model or 'any model'} on {machine}", tuple(checks))
+    return Report(f"{case.args.model or 'any model'} on {machine}", (*checks, *kernel_lines), kernels)
 
 
 def _host(case: Case, plan: ExecutionPlan | None, ranks: int, device: str) -> Iterator[Check]:
@@ -120,7 +132,10 @@ def _open(case: Case) -> tuple[Opened | None, list[Check]]:
     except PellucidError as error:
         return None, [Check("model", "files", "fail", str(error), "give another model, or what the line names")]
     size = _download_size(path) if downloads else None
-    opened = Opened(checkpoint, report, downloads, size)
+    traits = report.traits
+    if args.load_format == SYNTHETIC:
+        traits, _ = settle(traits, unsaid_traits(checkpoint.config))
+    opened = Opened(checkpoint, traits, report, downloads, size)
     return opened, [
         _files(case, opened),
         *_free_disk(case, opened),
@@ -206,13 +221,16 @@ def _conflicts(report: TraitReport) -> Iterator[Check]:
 
 def _plan(case: Case, opened: Opened) -> tuple[ExecutionPlan | None, list[Check]]:
     """The plan, and its lines; None where a flag does not fit."""
-    traits = opened.report.traits
     try:
-        stored = stored_bytes(opened.checkpoint.tensors, traits.num_layers)
-        plan = resolve(case.args, traits, case.hardware, stored_bytes=stored)
+        plan = _resolver(case, opened)({})
     except PellucidError as error:
         return None, [Check("plan", "flags", "fail", str(error), "change the flag that the line names")]
     return plan, [*_choices(plan), *_slow(plan), *_blockers(plan)]
+
+
+def _resolver(case: Case, opened: Opened) -> Callable[[Evidence], ExecutionPlan]:
+    stored = stored_bytes(opened.checkpoint.tensors, opened.traits.num_layers)
+    return partial(resolve, case.args, opened.traits, case.hardware, stored_bytes=stored)
 
 
 def _choices(plan: ExecutionPlan) -> Iterator[Check]:
@@ -291,3 +309,35 @@ def _preparation(case: Case, opened: Opened) -> Iterator[Check]:
         yield Check("plan", "server", "fail", str(error), "what the line names")
     else:
         yield Check("plan", "server", "ok", "tokenizer, template, keys and parsers are ready")
+
+
+# --- the kernels --------------------------------------------------------------------------------
+
+
+def _kernels(
+    case: Case,
+    opened: Opened | None,
+    plan: ExecutionPlan | None,
+    checks: Sequence[Check],
+    on_progress: Callable[[str], None] | None,
+) -> tuple[tuple[KernelFigures, ...], list[Check]]:
+    """What `--kernels` asks for, or why it was not run. Whether weights are there, or fit, does not matter to it."""
+    if not case.kernels:
+        return (), []
+    # A device that another program holds would be timed with it, and the figures kept.
+    broken = [c.name for c in checks if c.status == "fail" and (c.group in ("host", "devices") or c.name == "free now")]
+    broken = [name for name in dict.fromkeys(broken) if name != "port"]
+    reason = ""
+    if not case.here:
+        reason = f"{ELSEWHERE}: run it there"
+    elif broken:
+        reason = f"not before {', '.join(broken)} above is mended"
+    elif opened is None or plan is None:
+        reason = "there is no plan: see what fails above"
+    elif plan.tensor_parallel_size > 1:
+        reason = f"{plan.tensor_parallel_size} ranks: this version measures the kernels of one alone"
+    if opened is None or plan is None or reason:
+        return (), [Check("kernels", "numeric gate, speed", "not checked", reason)]
+    from pellucid.doctor.kernels import run_kernels
+
+    return run_kernels(case.args, opened.traits, case.hardware, _resolver(case, opened), on_progress)

@@ -1,10 +1,14 @@
-"""`Check` and `Report`: the lines of `pellucid doctor` as values, and their rendering."""
+"""`Check`, `KernelFigures` and `Report`: what `pellucid doctor` found as values, and its rendering."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
+
+from pellucid.selection.explain import table_lines
+from pellucid.selection.plan import Decision
+from pellucid.selection.view import TABLE_LEGEND, rows
 
 Status = Literal["ok", "warn", "fail", "not checked"]
 """`warn`: it starts, and something is worse than it need be. `fail`: it would not start."""
@@ -26,11 +30,50 @@ class Check:
 
 
 @dataclass(frozen=True, slots=True)
+class KernelFigures:
+    """What was found of one op at one bucket. `decision` has the figures; its value is what they choose.
+
+    `candidates` are all that fit, `right` those that passed the numeric gate; `why` says why some have no verdict or
+    no time.
+    """
+
+    decision: Decision
+    candidates: tuple[str, ...]
+    right: tuple[str, ...]
+    why: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON values; `right` is null where a candidate has no verdict, `seconds` where it has no time."""
+        found = {m.candidate: m for m in self.decision.measured}
+        candidates = []
+        for name in self.candidates:
+            m = found.get(name)
+            timed = m is not None and m.seconds is not None
+            candidates.append({
+                "name": name,
+                "chosen": name == self.decision.value,
+                "right": True if name in self.right else None if m is None else m.right,
+                "seconds": m.seconds if m is not None else None,
+                "error": m.error if m is not None and timed else None,
+                "detail": m.detail if m is not None else "",
+            })  # fmt: skip
+        return {
+            "op": self.decision.op,
+            "bucket": self.decision.bucket,
+            "chosen": self.decision.value,
+            "how": self.decision.how,
+            "candidates": candidates,
+            "why_not_run": self.why,
+        }
+
+
+@dataclass(frozen=True, slots=True)
 class Report:
-    """Every check, in the order of reading. `subject` says of what: a model on a machine."""
+    """Every check, in the order of reading, and what `--kernels` found. `subject`: of a model on a machine."""
 
     subject: str
     checks: tuple[Check, ...]
+    kernels: tuple[KernelFigures, ...] = ()
 
     @property
     def starts(self) -> bool:
@@ -42,7 +85,12 @@ class Report:
         return 0 if self.starts else 1
 
     def to_json(self) -> dict[str, Any]:
-        return {"subject": self.subject, "starts": self.starts, "checks": [asdict(check) for check in self.checks]}
+        return {
+            "subject": self.subject,
+            "starts": self.starts,
+            "checks": [asdict(check) for check in self.checks],
+            "kernels": [figures.to_json() for figures in self.kernels],
+        }
 
 
 def render_report(report: Report) -> str:
@@ -60,7 +108,18 @@ def render_report(report: Report) -> str:
                 continue
             lines.append(f"  {check.status:4}  {check.name:{width}}  {check.found}".rstrip())
             lines += [f"  {'':4}  {'':{width}}  remedy: {check.remedy}"] if check.remedy else []
-    return "\n".join([*lines, _verdict(report.checks)])
+    return "\n".join([*lines, *_tables(report.kernels), _verdict(report.checks)])
+
+
+def _tables(kernels: Iterable[KernelFigures]) -> Iterator[str]:
+    """What each candidate takes, as `pellucid tune` prints it, under the buckets that were looked at."""
+    shown = [row for row in rows([one.decision for one in kernels]) if row.table is not None]
+    for row in shown:
+        buckets = ",".join(str(decision.bucket) for decision in row.decisions)
+        yield f"  {row.op}@{buckets}  {row.value}"
+        yield from (f"    {line}" for line in table_lines(row.table))
+    if shown:
+        yield f"  {TABLE_LEGEND}"
 
 
 def _merged(checks: Iterable[Check]) -> Iterator[Check]:
