@@ -14,11 +14,13 @@ from pellucid.engine.inputs import check_installed, slow_path_reasons
 from pellucid.engine.worker import Worker
 from pellucid.hardware.facts import Hardware
 from pellucid.hardware.probe import probe
+from pellucid.kernels.device import device_limits
 from pellucid.models.checkpoint import Checkpoint
 from pellucid.models.hub import resolve_model
 from pellucid.models.registry import unsaid_traits
 from pellucid.models.synthetic import SyntheticTensors, settle
 from pellucid.models.weights import LoadProgress
+from pellucid.runner.compile_ahead import CompileAhead
 from pellucid.runner.gpu_runner import GPURunner
 from pellucid.runner.model_runner import ModelRunner
 from pellucid.scheduler.config import SchedulerConfig
@@ -151,8 +153,15 @@ def load_worker(
     tensors = files.checkpoint.tensors
     if plan.decision("load_format").value == SYNTHETIC:
         tensors = SyntheticTensors(files.traits, plan.seed)
-    runner_class = GPURunner if plan.decode_path == FUSED else ModelRunner
-    runner = runner_class(files.traits, tensors, plan, capture_layers, on_progress)
+    runner: GPURunner | ModelRunner
+    if plan.decode_path == FUSED:
+        # Kernels are compiled beside the reading of weights.
+        import torch
+
+        with CompileAhead(files.traits, plan, device_limits(torch.device(plan.device))) as ahead:
+            runner = GPURunner(files.traits, tensors, plan, capture_layers, on_progress, before_steps=ahead.wait)
+    else:
+        runner = ModelRunner(files.traits, tensors, plan, capture_layers, on_progress)
     return Worker(Scheduler(scheduler_config(plan, debug)), runner, compile_constraint)
 
 

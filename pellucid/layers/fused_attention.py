@@ -63,7 +63,7 @@ class FusedMLA:
             lse = step.scratch("lse", rows, splits, heads, dtype=torch.float32)
             mla_decode.split_decode(
                 q_latent, latent, table, step.sequence, step.context, traits.softmax_scale, rank, partial, lse,
-                pdl=step.pdl,
+                pdl=step.pdl, tile=mla_tiles.decode_tile(rows, heads, latent.shape[1], width, step.limits),
             )  # fmt: skip
         out = step.scratch("attended", rows, heads * traits.v_head_dim)
         mla_decode.combine_project(partial, lse, per_head(layer.project_value), out, pdl=step.pdl)

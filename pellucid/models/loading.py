@@ -17,7 +17,7 @@ from pellucid.layers.norm import RMSNorm
 from pellucid.layers.rotary import Rotary
 from pellucid.models.decoder import Decoder, DecoderLayer
 from pellucid.models.layout import decoder_layout
-from pellucid.models.synthetic import SyntheticTensors, SyntheticWeights
+from pellucid.models.synthetic import ShapedWeights, SyntheticTensors, SyntheticWeights
 from pellucid.models.weights import SAFETENSORS_SCHEMES, ProgressCallback, Weights
 from pellucid.traits.model import GQATraits, MLATraits, ModelTraits
 from pellucid.traits.tensors import TensorIndex, TextTensors
@@ -35,7 +35,8 @@ def load_decoder(
 ) -> Decoder:
     """The model in memory, in the formats its backends chose. `max_position` bounds the rope table.
 
-    `SyntheticTensors` are drawn where the layers compute; all others are read from their files.
+    `SyntheticTensors` are drawn where the layers compute, on torch's meta device with shapes alone; all others are read
+    from their files.
 
     Raises:
         CheckpointError: tensors that are missing, left over, misshapen, not finite or of an unknown format.
@@ -44,7 +45,9 @@ def load_decoder(
     _check_formats(text)
     layout = decoder_layout(traits, text)
     weights: Weights
-    if isinstance(tensors, SyntheticTensors):
+    if isinstance(tensors, SyntheticTensors) and backends.linear.device.type == "meta":
+        weights = ShapedWeights(tensors)
+    elif isinstance(tensors, SyntheticTensors):
         weights = SyntheticWeights(traits, tensors, backends.linear.device, on_progress)
     else:
         weights = Weights(text.by_name, layout.required, on_progress)

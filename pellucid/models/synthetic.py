@@ -140,6 +140,21 @@ class SyntheticWeights(Weights):
         return float(SHARPNESS / (a.softmax_scale * width**0.5))
 
 
+class ShapedWeights(Weights):
+    """`Weights` whose tensors have shapes and no memory: of a model that only compiles its kernels."""
+
+    def __init__(self, tensors: SyntheticTensors) -> None:
+        super().__init__(tensors, tensors, None)
+
+    def matrix(self, name: str) -> StoredWeight:
+        """As `Weights.matrix`, on torch's meta device."""
+        import torch
+
+        info = self._infos[name]
+        scheme = SAFETENSORS_SCHEMES[info.dtype]
+        return StoredWeight(scheme, info.shape, torch.empty(info.shape, dtype=dtype_of(scheme), device="meta"))
+
+
 def _routing_length(moe: MoETraits) -> float:
     """sqrt(E[sum of squared routing weights]) for normal router logits: the experts' outputs together are divided
     by it, and so weigh as much as a dense MLP's."""

@@ -9,7 +9,7 @@ Made by `engine.startup` where the plan's decode path is `fused`. Prompts go thr
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -24,6 +24,7 @@ from pellucid.models.fused_decoder import FusedDecoder, TokenRing
 from pellucid.models.weights import ProgressCallback
 from pellucid.runner.backends import create_attention
 from pellucid.runner.base import StepResult
+from pellucid.runner.compile_ahead import SAMPLED_ROWS
 from pellucid.runner.cuda_graphs import CudaGraphs
 from pellucid.runner.device_state import DeviceState
 from pellucid.runner.model_runner import ComputedStep, ModelRunner, keep
@@ -67,6 +68,7 @@ class GPURunner:
     """`Runner` over the weights, the pool and the requests of a `ModelRunner`. Graphs are captured at the start.
 
     `buckets`: of decode rows, that steps are prepared for; all that the plan may need, unless given for a measurement.
+    `before_steps` is called when the weights are there, and before the first launch of a fused step.
     """
 
     def __init__(
@@ -77,10 +79,12 @@ class GPURunner:
         capture: Sequence[int] = (),
         on_progress: ProgressCallback | None = None,
         buckets: Sequence[int] | None = None,
+        before_steps: Callable[[], None] = lambda: None,
     ) -> None:
         import torch
 
         self._layered = layered = ModelRunner(traits, tensors, plan, capture, on_progress)
+        before_steps()
         self.plan, self.traits, self.device = plan, traits, layered.device
         most = bucket(plan.max_num_seqs)
         pages = -(-plan.max_model_len // plan.page_size) + 1
@@ -100,8 +104,7 @@ class GPURunner:
                 # Twice: kernels are compiled and buffers made in the first, and the second must find them made.
                 self.fused.step(rows)
                 self.fused.step(rows)
-            for rows in (1, 2, 16):
-                # Prompts are sampled apart: of one row, of several, of a multiple of 16, which are compiled each.
+            for rows in SAMPLED_ROWS:
                 logits = torch.zeros(min(rows, most), traits.vocab_size, device=self.device)
                 self.fused.sample(logits, torch.full_like(logits[:, 0], self._state.scratch_slot, dtype=torch.int32))
             torch.cuda.synchronize(self.device)

@@ -47,7 +47,8 @@ class Session:
     """One window of measuring, before serving. Without a bench it only looks up what earlier ones found.
 
     `cached`: what the store has is taken, stale or skipped as it may be, and only the rest is measured. `full`: all is
-    measured anew. `check_all` takes many candidates through the gate at once.
+    measured anew. `check_all` takes many candidates through the gate at once. `before` is called once, when something
+    is to be measured; its time does not count.
     """
 
     store: EvidenceStore
@@ -56,6 +57,7 @@ class Session:
     mode: Mode = "cached"
     on_progress: Callable[[str], None] | None = None
     check_all: CheckAll | None = None
+    before: Callable[[], None] | None = None
     measured: int = 0
     skipped: Counter[str] = field(default_factory=Counter)
     stale: set[str] = field(default_factory=set)
@@ -77,6 +79,8 @@ class Session:
         budget = self.budget.part(self.share)
         if not new or budget.left <= 0:
             return
+        self._prepare()
+        budget = self.budget.part(self.share)
         if self.on_progress is not None:
             self.on_progress(f"gate of {len(new)} choices from {new[0].key} on ({self.budget.used:.0f} s)")
         begin = budget.clock()
@@ -87,6 +91,12 @@ class Session:
         self._verdicts |= self.check_all(
             [(q, name) for q in new for name in q.order[1:]], lambda: budget.left > 0
         )  # fmt: skip
+
+    def _prepare(self) -> None:
+        if self.before is not None:
+            begin, before, self.before = self.budget.clock(), self.before, None
+            before()
+            self.budget.excuse(self.budget.clock() - begin)
 
     def _find(self, question: Question) -> Mapping[str, Measurement]:
         found = self.store.find(question) if self.mode == "cached" or self.bench is None else None
@@ -107,6 +117,8 @@ class Session:
             return self._keep(question, {}, {}, skipped=OUT_OF_TIME)
         if self.on_progress is not None:
             self.on_progress(f"{question.key} ({self.measured} measured, {self.budget.used:.0f} s)")
+        self._prepare()
+        budget = self.budget.part(self.share)
         failed: dict[str, Measurement] = {}
         trials = []
         try:

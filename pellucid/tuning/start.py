@@ -11,6 +11,7 @@ from functools import partial
 from pellucid.hardware.facts import Hardware
 from pellucid.kernels.device import DeviceLimits
 from pellucid.layers.step_tiles import Projection
+from pellucid.runner.compile_ahead import CompileAhead
 from pellucid.selection.args import EngineArgs
 from pellucid.selection.decode_path import FUSED
 from pellucid.selection.plan import ExecutionPlan
@@ -74,6 +75,8 @@ def tune_plan(
             if default.device == "cuda":
                 check_all = stack.enter_context(ProbePool(make_probe)).check_all
         session = Session(store, bench if measures else None, Budget(seconds, clock), mode, on_progress, check_all)
+        if check_all is not None and default.decode_path == FUSED:
+            session.before = partial(_compile_steps, traits, default, _limits(hardware), on_progress)
         tuned = tune(resolve, session, partial(_tiles, traits, hardware, session), partial(_asks, traits, session))
         if session.measured:
             compiled = f", besides {session.budget.excused:.0f} s for kernels that the engine needs too"
@@ -83,6 +86,21 @@ def tune_plan(
             )
             tuned = replace(tuned, notes=(done, *tuned.notes))
         return tuned
+
+
+def _compile_steps(
+    traits: ModelTraits, plan: ExecutionPlan, limits: DeviceLimits, on_progress: Callable[[str], None] | None
+) -> None:
+    """The engine needs these kernels too, and several processes have them sooner than one."""
+    if on_progress is not None:
+        on_progress("the kernels of the default's steps are compiled")
+    with CompileAhead(traits, plan, limits) as ahead:
+        ahead.wait()
+
+
+def _limits(hardware: Hardware) -> DeviceLimits:
+    gpu = hardware.gpus[0]
+    return DeviceLimits(gpu.sm, gpu.sm_count, gpu.smem_optin_bytes)
 
 
 def _asks(traits: ModelTraits, session: Session, question: Question) -> bool:
@@ -96,8 +114,7 @@ def _tiles(traits: ModelTraits, hardware: Hardware, session: Session, plan: Exec
     """Measured tiles of a plan with a fused decode path; none of another."""
     if plan.decode_path != FUSED:
         return Tiles()
-    gpu = hardware.gpus[0]
-    limits = DeviceLimits(gpu.sm, gpu.sm_count, gpu.smem_optin_bytes)
+    limits = _limits(hardware)
 
     def candidates(projection: Projection, rows: int) -> tuple[str, ...]:
         if session.bench is not None:

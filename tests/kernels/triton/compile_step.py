@@ -27,16 +27,14 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from pellucid.kernels.device import DeviceLimits
 from pellucid.kernels.torch_ops import TorchOps
-from pellucid.kernels.triton import mla_decode
 from pellucid.kvcache.pool import KVPool
 from pellucid.layers.backends import LayerBackends
-from pellucid.models import loading
 from pellucid.models.checkpoint import Checkpoint
 from pellucid.models.fused_decoder import FusedDecoder, TokenRing
-from pellucid.models.synthetic import SyntheticTensors, SyntheticWeights, settle
+from pellucid.models.loading import load_decoder
+from pellucid.models.synthetic import SyntheticTensors, settle
 from pellucid.moe.triton_fused import TritonFusedMoE
 from pellucid.quantization.reference import ReferenceLinear
-from pellucid.quantization.weight import StoredWeight
 
 META = torch.device("meta")
 OPTIONS = ("num_warps", "num_stages", "num_ctas", "maxnreg", "launch_pdl")
@@ -91,14 +89,6 @@ def stack_bytes(cubin: bytes) -> int:
     return max(int(size) for size in re.findall(r"(?:STACK|LOCAL):(\d+)", text))
 
 
-class ShapedWeights(SyntheticWeights):
-    """Tensors without memory."""
-
-    def matrix(self, name: str) -> StoredWeight:
-        shape = self._infos[name].shape
-        return StoredWeight("bf16", shape, torch.empty(shape, dtype=torch.bfloat16, device=META))
-
-
 def main(config: str, sm: int, shared_memory: int, kernels: str, rows: list[int]) -> None:
     report = Checkpoint.open(Path(config)).report()
     traits, _ = settle(report.traits)
@@ -108,8 +98,7 @@ def main(config: str, sm: int, shared_memory: int, kernels: str, rows: list[int]
     backends = LayerBackends(
         TorchOps(), ReferenceLinear(torch.bfloat16, META), TritonFusedMoE(torch.bfloat16, META), expands_latent=False
     )
-    loading.SyntheticWeights = ShapedWeights  # type: ignore[attr-defined]
-    decoder = loading.load_decoder(traits, SyntheticTensors(traits, 0), backends, 64)
+    decoder = load_decoder(traits, SyntheticTensors(traits, 0), backends, 64)
     pool = KVPool(traits.attention, 2, 64, 64, torch.bfloat16, META)
     most = max(rows)
 
@@ -126,7 +115,6 @@ def main(config: str, sm: int, shared_memory: int, kernels: str, rows: list[int]
     fused = FusedDecoder(decoder, pool, state, ring, 2048, DeviceLimits(sm, 132, shared_memory))
     compiled = Compiled(sm, kernels)
     JITFunction.run = lambda kernel, *args, **given: compiled.run(kernel, *args, **given)
-    mla_decode._limits = lambda device: DeviceLimits(sm, 132, shared_memory)
     for count in rows:
         compiled.rows = count
         fused.step(count)
