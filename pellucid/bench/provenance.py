@@ -12,12 +12,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from pellucid.utils.command import shown_command
+
 
 def provenance(module: str) -> dict[str, Any]:
     """Command, day, commit, processor and Python of this run. Paths in the command lose their folders."""
-    words = [word if "/" not in word else Path(word).name for word in sys.argv[1:]]
     return {
-        "command": " ".join(["python -m", module, *words]),
+        "command": f"python -m {module} {shown_command(sys.argv[1:])}".rstrip(),
         "date": time.strftime("%Y-%m-%d"),
         "commit": _commit(),
         "cpu": _cpu_name(),

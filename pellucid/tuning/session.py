@@ -7,6 +7,7 @@ Every answer goes through the store, skipped ones too, so that a second start as
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -194,12 +195,13 @@ def undecided(plan: ExecutionPlan) -> tuple[Question, ...]:
 
 
 def traits_of(plan: ExecutionPlan, family: str) -> str:
-    """What of model and storage a figure depends on, in words."""
+    """What of model and storage a figure depends on, in words: where its formats were read does not matter."""
+    model = (re.sub(r"^weights \(\w+\)", "weights", line) for line in plan.model)
     storage = [plan.dtype]
     if family in ("attention", "step"):
         length = f"{plan.max_model_len} tokens at most"
         storage += [f"KV {plan.kv_dtype} {plan.kv_layout} in pages of {plan.page_size}", length]
-    return " | ".join((*plan.model, *storage))
+    return " | ".join((*model, *storage))
 
 
 def tune(

@@ -11,7 +11,6 @@ import json
 import math
 import os
 import re
-import sys
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -22,6 +21,7 @@ from pellucid.hardware.facts import Hardware
 from pellucid.selection.evidence import Measurement
 from pellucid.tuning.measure import Question
 from pellucid.utils.cache import cache_dir
+from pellucid.utils.command import shown_command
 
 VERSION = 1
 
@@ -72,9 +72,8 @@ class Provenance:
 
     @classmethod
     def now(cls, samples: Mapping[str, int], spread: Mapping[str, float]) -> Provenance:
-        words = [word if "/" not in word else Path(word).name for word in sys.argv]
         when = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-        return cls(when, " ".join(words), dict(samples), dict(spread))
+        return cls(when, shown_command(), dict(samples), dict(spread))
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from pellucid.hardware import load_hardware
 from pellucid.selection.args import EngineArgs
 from pellucid.selection.resolve import resolve
 from pellucid.tuning.measure import Budget, CannotMeasureError
-from pellucid.tuning.session import Session, Tuned, apply_choices, tune, undecided
+from pellucid.tuning.session import Session, Tuned, apply_choices, traits_of, tune, undecided
 from tests.selection.models import V2_LITE, kinds
 from tests.tuning.simulated import SimulatedBench, gpu_machine, resolver, store_at
 
@@ -274,3 +274,12 @@ def test_progress_names_what_is_measured(tmp_path):
     lines: list[str] = []
     measured(tmp_path, bench_of({}), on_progress=lines.append)
     assert any(line.startswith("attention.decode@8 (") for line in lines)
+
+
+def test_figures_of_a_config_alone_hold_for_its_weights():
+    plan = LAYERED({})
+    assert any(line.startswith("weights (config): ") for line in plan.model)
+    read = replace(plan, model=tuple(line.replace("weights (config)", "weights (tensors)") for line in plan.model))
+    assert traits_of(read, "moe") == traits_of(plan, "moe")
+    other = replace(plan, model=tuple(line.replace("bf16", "fp16") for line in plan.model))
+    assert traits_of(other, "moe") != traits_of(plan, "moe")
