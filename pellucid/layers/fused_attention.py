@@ -13,6 +13,7 @@ from pellucid.layers.gqa import GQAAttention
 from pellucid.layers.linear import Linear
 from pellucid.layers.mla import MLAAttention
 from pellucid.layers.norm import RMSNorm
+from pellucid.layers.step_tiles import GQA_DECODE, MLA_DECODE
 
 if TYPE_CHECKING:
     import torch
@@ -61,9 +62,11 @@ class FusedMLA:
             splits = mla_tiles.splits_for(rows, heads, step.limits.sm_count, step.max_context)
             partial = step.scratch("partial", rows, splits, heads, rank, dtype=torch.float32)
             lse = step.scratch("lse", rows, splits, heads, dtype=torch.float32)
+            page = latent.shape[1]
+            tile = step.tile(MLA_DECODE, lambda: mla_tiles.decode_tile(rows, heads, page, width, step.limits))
             mla_decode.split_decode(
                 q_latent, latent, table, step.sequence, step.context, traits.softmax_scale, rank, partial, lse,
-                pdl=step.pdl, tile=mla_tiles.decode_tile(rows, heads, latent.shape[1], width, step.limits),
+                pdl=step.pdl, tile=tile,
             )  # fmt: skip
         out = step.scratch("attended", rows, heads * traits.v_head_dim)
         mla_decode.combine_project(partial, lse, per_head(layer.project_value), out, pdl=step.pdl)
@@ -85,7 +88,7 @@ class FusedGQA:
         import torch
 
         from pellucid.kernels.triton.gqa_attend import attend
-        from pellucid.kernels.triton.gqa_decode import splits_for
+        from pellucid.kernels.triton.gqa_decode import decode_tile, splits_for
         from pellucid.kernels.triton.gqa_write import norm_rope_write
 
         layer, traits, rows = self.layer, self.layer.traits, step.rows
@@ -120,6 +123,7 @@ class FusedGQA:
             step.sequence, step.context, traits.softmax_scale, partial,
             step.scratch("lse", rows, splits, heads, dtype=torch.float32),
             step.scratch("arrived", rows, kv_heads, dtype=torch.int32), out, pdl=step.pdl,
+            tile=step.tile(GQA_DECODE, lambda: decode_tile(dim, rows * splits * kv_heads)),
         )  # fmt: skip
         _add_output(step, layer.o_proj, out)
 

@@ -4,6 +4,7 @@ projection.6144x4096@8 = dot-16x256-w4-p4     a dense weight [6144, 4096] at 8 r
 experts.up@8, experts.down@8                  the chosen experts of few rows
 experts.grouped@64                            experts of more rows, in blocks of pairs
 lm_head@8                                     the head, with the best token of each part
+mla.decode@8, gqa.decode@8                    our own attention
 
 gemv-8x2048-w8-a1024            small_linear in fp32 lanes: weight rows x columns, warps, columns fetched ahead
 dot-16x256-w4-p4-s4-a256        small_linear on tensor cores: also parts of the columns, stages
@@ -11,6 +12,8 @@ rows-64x128-w4-p2-s8-a128-tma-together      rows_linear
 library                         torch's
 experts-32x128-w4-s3            moe_small
 grouped-64-64x64-gall-w4-s3-128x64-gall-w4-s3       moe_grouped: pairs a block, then up and down
+mla-16x64-k64-w8-s3             mla_decode: heads x keys, keys that a split is a multiple of
+gqa-64-w4-s2                    gqa_attend: keys
 """
 
 from __future__ import annotations
@@ -24,23 +27,27 @@ from pellucid.selection.evidence import is_tile_op
 from pellucid.selection.plan import ExecutionPlan
 
 if TYPE_CHECKING:
+    from pellucid.kernels.triton import gqa_decode, mla_tiles
     from pellucid.kernels.triton.few_rows import SmallTile
     from pellucid.kernels.triton.linear import LinearTile
     from pellucid.kernels.triton.moe_grouped import GroupedTile, GroupedTiles
     from pellucid.kernels.triton.rows_linear import RowsTile
 
-    Tile = LinearTile | RowsTile | SmallTile | GroupedTiles | None
+    Tile = LinearTile | RowsTile | SmallTile | GroupedTiles | mla_tiles.DecodeTile | gqa_decode.DecodeTile | None
     Tiles = Mapping[tuple[str, int], Tile]
     """By op and rows of the step."""
 
 PREFIX = "projection."
 EXPERTS_UP, EXPERTS_DOWN, EXPERTS_GROUPED = "experts.up", "experts.down", "experts.grouped"
 LM_HEAD = "lm_head"
+MLA_DECODE, GQA_DECODE = "mla.decode", "gqa.decode"
 LIBRARY = "library"
 
 _OP = re.compile(r"projection\.(\d+)x(\d+)(\.swiglu)?")
 _LINEAR = re.compile(r"(gemv|dot|rows)-(\d+)x(\d+)-w(\d+)(?:-p(\d+))?(?:-s(\d+))?(?:-a(\d+))?(-tma)?(-together)?")
 _SMALL = re.compile(r"experts-(\d+)x(\d+)-w(\d+)-s(\d+)")
+_MLA = re.compile(r"mla-(\d+)x(\d+)-k(\d+)-w(\d+)-s(\d+)")
+_GQA = re.compile(r"gqa-(\d+)-w(\d+)-s(\d+)")
 _PRODUCT = r"-(\d+)x(\d+)-g(\d+|all)-w(\d+)-s(\d+)"
 _GROUPED = re.compile(rf"grouped-(\d+){_PRODUCT}{_PRODUCT}")
 
@@ -68,6 +75,7 @@ class Projection(NamedTuple):
 
 def tile_name(tile: Tile) -> str:
     """A tile in one word; `parse_tile` gives back an equal one."""
+    from pellucid.kernels.triton import gqa_decode, mla_tiles
     from pellucid.kernels.triton.few_rows import SmallTile
     from pellucid.kernels.triton.linear import LinearTile
     from pellucid.kernels.triton.moe_grouped import GroupedTiles
@@ -78,6 +86,10 @@ def tile_name(tile: Tile) -> str:
         return f"experts-{tile.block_n}x{tile.block_k}-w{tile.warps}-s{tile.stages}"
     if isinstance(tile, GroupedTiles):
         return f"grouped-{tile.block_m}{_product_name(tile.up)}{_product_name(tile.down)}"
+    if isinstance(tile, mla_tiles.DecodeTile):
+        return f"mla-{tile.block_h}x{tile.block_n}-k{tile.split_keys}-w{tile.warps}-s{tile.stages}"
+    if isinstance(tile, gqa_decode.DecodeTile):
+        return f"gqa-{tile.block_n}-w{tile.num_warps}-s{tile.num_stages}"
     fetched = f"-a{tile.ahead}" if tile.ahead else ""
     if isinstance(tile, LinearTile):
         kind = "dot" if tile.dot else "gemv"
@@ -90,6 +102,7 @@ def tile_name(tile: Tile) -> str:
 
 def parse_tile(name: str) -> Tile:
     """Raises PlanError for what `tile_name` did not write."""
+    from pellucid.kernels.triton import gqa_decode, mla_tiles
     from pellucid.kernels.triton.few_rows import SmallTile
     from pellucid.kernels.triton.moe_grouped import GroupedTiles
 
@@ -99,6 +112,10 @@ def parse_tile(name: str) -> Tile:
         return _linear(found)
     if found := _SMALL.fullmatch(name):
         return SmallTile(*map(int, found.groups()))
+    if found := _MLA.fullmatch(name):
+        return mla_tiles.DecodeTile(*map(int, found.groups()))
+    if found := _GQA.fullmatch(name):
+        return gqa_decode.DecodeTile(*map(int, found.groups()))
     if found := _GROUPED.fullmatch(name):
         block_m, *parts = found.groups()
         return GroupedTiles(int(block_m), _product(parts[:5]), _product(parts[5:]))

@@ -31,7 +31,7 @@ class Measurement:
 
 def is_tile_op(op: str) -> bool:
     """Whether what is chosen is the tile of a launch within fused steps: its figures are those of whole steps."""
-    return op.startswith(("projection.", "experts.")) or op == "lm_head"
+    return op.startswith(("projection.", "experts.", "mla.", "gqa.")) or op == "lm_head"
 
 
 def tie_share(op: str) -> float:

@@ -10,11 +10,12 @@ from functools import partial
 
 from pellucid.hardware.facts import Hardware
 from pellucid.kernels.device import DeviceLimits
-from pellucid.layers.step_tiles import Projection
+from pellucid.layers.step_tiles import GQA_DECODE, MLA_DECODE, Projection
 from pellucid.runner.compile_ahead import CompileAhead
 from pellucid.selection.args import EngineArgs
 from pellucid.selection.decode_path import FUSED
 from pellucid.selection.plan import ExecutionPlan
+from pellucid.selection.registry import discover
 from pellucid.traits.model import ModelTraits
 from pellucid.traits.tensors import TensorIndex
 from pellucid.tuning.gate import Bench, Probe
@@ -122,11 +123,14 @@ def _tiles(traits: ModelTraits, hardware: Hardware, session: Session, plan: Exec
         # Without torch and triton, which a process that measures nothing need not import.
         return session.store.known_order(APART + projection.op, rows, traits_of(plan, "step"))
 
+    inside = {backend.name for backend in discover() if backend.fused_decode == "inside"}
+
     def others(rows: int) -> Iterator[tuple[str, Sequence[str]]]:
         if session.bench is not None:
-            yield from other_candidates(traits, rows, limits)
+            found = other_candidates(traits, rows, limits, plan.page_size, plan.max_model_len)
         else:
-            for op in TILE_OPS:
-                yield op, session.store.known_order(op, rows, traits_of(plan, "step"))
+            found = ((op, session.store.known_order(op, rows, traits_of(plan, "step"))) for op in TILE_OPS)
+        own = plan.backend("attention.decode", rows) in inside
+        yield from ((op, names) for op, names in found if own or op not in (MLA_DECODE, GQA_DECODE))
 
     return measure_projections(plan, traits, candidates, session.answer, session.gate_ahead, others)

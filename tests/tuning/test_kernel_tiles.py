@@ -7,10 +7,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pellucid.kernels.device import DeviceLimits
+from pellucid.kernels.triton import gqa_decode, mla_tiles
 from pellucid.kernels.triton.few_rows import SmallTile
 from pellucid.kernels.triton.linear import LinearTile
 from pellucid.kernels.triton.moe_grouped import ALL_BLOCKS, GroupedTile, GroupedTiles
-from pellucid.layers.step_tiles import EXPERTS_DOWN, EXPERTS_GROUPED, EXPERTS_UP, LM_HEAD, parse_tile, tile_name
+from pellucid.layers.step_tiles import (
+    EXPERTS_DOWN,
+    EXPERTS_GROUPED,
+    EXPERTS_UP,
+    GQA_DECODE,
+    LM_HEAD,
+    MLA_DECODE,
+    parse_tile,
+    tile_name,
+)
 from pellucid.tuning.kernel_tiles import TILE_OPS, other_candidates
 from tests.selection.models import KIMI_K25, SMALL_DENSE, V2_LITE
 
@@ -23,8 +33,10 @@ PRODUCTS = st.builds(GroupedTile, SIZES, SIZES, st.sampled_from([1, 8, ALL_BLOCK
 @given(
     st.builds(SmallTile, SIZES, SIZES, st.sampled_from([1, 2, 4, 8]), st.integers(1, 8))
     | st.builds(GroupedTiles, SIZES, PRODUCTS, PRODUCTS)
+    | st.builds(mla_tiles.DecodeTile, SIZES, SIZES, SIZES, SIZES, st.integers(1, 5))
+    | st.builds(gqa_decode.DecodeTile, SIZES, SIZES, st.integers(1, 5))
 )
-def test_a_name_is_its_tile(tile: SmallTile | GroupedTiles) -> None:
+def test_a_name_is_its_tile(tile: object) -> None:
     assert parse_tile(tile_name(tile)) == tile
 
 
@@ -34,12 +46,14 @@ def test_a_name_is_its_tile(tile: SmallTile | GroupedTiles) -> None:
 def test_candidates_begin_with_the_default_and_fit_the_device(traits, rows, limits) -> None:
     from pellucid.kernels.triton import head, moe_grouped, moe_small
 
-    found = dict(other_candidates(traits, rows, limits))
+    found = dict(other_candidates(traits, rows, limits, 64, 4096))
     assert found.keys() <= set(TILE_OPS)
     assert (LM_HEAD in found) == (rows <= 16)
-    expected = set()
+    attention = traits.attention
+    expected = {MLA_DECODE if attention.kind == "mla" else GQA_DECODE}
     if traits.moe is not None:
-        expected = {EXPERTS_UP, EXPERTS_DOWN} if rows <= 16 else {EXPERTS_GROUPED}
+        experts = {EXPERTS_UP, EXPERTS_DOWN} if rows <= 16 else {EXPERTS_GROUPED}
+        expected |= experts
         width = traits.moe.intermediate_size
         shape = rows * traits.moe.top_k, traits.moe.num_experts, traits.hidden_size, width, limits.shared_memory
         defaults = {
@@ -47,15 +61,21 @@ def test_candidates_begin_with_the_default_and_fit_the_device(traits, rows, limi
             EXPERTS_DOWN: moe_small.down_tile(width, rows),
             EXPERTS_GROUPED: moe_grouped.grouped_tiles(*shape),
         }
-        for op in expected:
+        for op in experts:
             assert parse_tile(found[op][0]) == defaults[op]
     assert found.keys() - {LM_HEAD} == expected
     if rows <= 16:
         assert parse_tile(found[LM_HEAD][0]) == head.head_tile(traits.vocab_size, traits.hidden_size, rows)
+    if attention.kind == "mla":
+        shape = rows, attention.num_heads, 64, attention.latent_head_size
+        assert parse_tile(found[MLA_DECODE][0]) == mla_tiles.decode_tile(*shape, limits)
     for names in found.values():
         assert len(set(names)) == len(names) >= 2
         for tile in map(parse_tile, names):
             if isinstance(tile, SmallTile) and rows > 1:
                 assert tile.stages * (tile.block_n + 16) * tile.block_k * 2 <= limits.shared_memory
+            if isinstance(tile, mla_tiles.DecodeTile) and tile != parse_tile(names[0]):
+                assert 64 % tile.block_n == 0 and tile.split_keys % tile.block_n == 0
+                assert mla_tiles.tile_bytes(tile, attention.latent_head_size) <= limits.shared_memory
             if isinstance(tile, LinearTile) and tile.dot:
                 assert tile.stages * (tile.block_n + 8) * tile.block_k * 2 <= limits.shared_memory

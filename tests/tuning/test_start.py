@@ -53,12 +53,12 @@ def test_a_cold_start_on_a_card_measures_backends_projections_and_steps(cache):
     bench = SimulatedBench({**STEP, "library": 45.0})
     found = on_a_card(bench)
     ops = {line["op"].partition(".")[0] for line in lines(cache)}
-    assert ops == {"attention", "moe", "apart", "projection", "experts", "lm_head", "step"}
+    assert ops == {"attention", "moe", "apart", "projection", "experts", "lm_head", "mla", "step"}
     assert any(d.op.startswith("projection.") and d.value == "library" for d in found.plan.decisions)
     assert found.notes[0].startswith("measured ") and str(cache) in found.notes[0]
 
 
-IN_STEPS = {"apart", "projection", "experts", "lm_head"}
+IN_STEPS = {"apart", "projection", "experts", "lm_head", "mla"}
 
 
 def test_a_start_spends_no_time_on_plain_torch_as_the_only_rival_and_tune_does(cache):
@@ -66,12 +66,12 @@ def test_a_start_spends_no_time_on_plain_torch_as_the_only_rival_and_tune_does(c
     for mode, expected in (("cached", IN_STEPS), ("full", {"attention", "moe", *IN_STEPS})):
         bench = SimulatedBench({"reference": 5000})
         asked = replace(args, measure=mode)
-        make = partial(resolve, asked, V2_LITE, gpu_machine())
-        plan = tune_plan(asked, V2_LITE, gpu_machine(), make, {}, True, bench=bench, clock=bench.clock).plan
+        make = partial(resolve, asked, V2_LITE, load_hardware("h200"))
+        plan = tune_plan(asked, V2_LITE, load_hardware("h200"), make, {}, True, bench=bench, clock=bench.clock).plan
         assert {key.partition(".")[0].partition("@")[0] for key, _ in bench.asked} == expected
         assert plan.backends("moe") == {"triton_fused"}
     # What `tune` found out is in the next start's plan.
-    again = tune_plan(args, V2_LITE, gpu_machine(), make, {}, True, bench=SimulatedBench({})).plan
+    again = tune_plan(args, V2_LITE, load_hardware("h200"), make, {}, True, bench=SimulatedBench({})).plan
     assert again.decision("moe", 1).how == "measured"
 
 

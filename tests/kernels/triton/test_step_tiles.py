@@ -12,7 +12,15 @@ import torch
 from pellucid.core import SamplingParams
 from pellucid.kernels.device import DeviceLimits, device_limits
 from pellucid.layers import fused_step
-from pellucid.layers.step_tiles import EXPERTS_DOWN, EXPERTS_GROUPED, EXPERTS_UP, LM_HEAD, parse_tile
+from pellucid.layers.step_tiles import (
+    EXPERTS_DOWN,
+    EXPERTS_GROUPED,
+    EXPERTS_UP,
+    GQA_DECODE,
+    LM_HEAD,
+    MLA_DECODE,
+    parse_tile,
+)
 from pellucid.models.fused_decoder import FusedDecoder
 from pellucid.selection.plan import ExecutionPlan
 from pellucid.tuning.measure import Question
@@ -74,14 +82,26 @@ def _name(dtype: torch.dtype) -> str:
 
 
 @pytest.mark.parametrize(
-    ("rows", "few", "tiles"),
+    ("shape", "rows", "few", "tiles"),
     [
-        (1, 16, {EXPERTS_UP: "experts-4x64-w2-s3", EXPERTS_DOWN: "experts-4x64-w2-s2", LM_HEAD: "gemv-64x128-w1"}),
-        (3, 16, {EXPERTS_UP: "experts-16x32-w4-s2", EXPERTS_DOWN: "experts-32x32-w4-s2"}),
-        (3, 2, {EXPERTS_GROUPED: "grouped-32-64x64-gall-w4-s3-64x64-gall-w4-s3"}),
+        (
+            "qwen3-moe",
+            1,
+            16,
+            {
+                EXPERTS_UP: "experts-4x64-w2-s3",
+                EXPERTS_DOWN: "experts-4x64-w2-s2",
+                LM_HEAD: "gemv-64x128-w1",
+                GQA_DECODE: "gqa-16-w4-s2",
+            },
+        ),
+        ("v3", 1, 16, {MLA_DECODE: "mla-32x16-k32-w4-s2"}),
+        ("qwen3-moe", 3, 16, {EXPERTS_UP: "experts-16x32-w4-s2", EXPERTS_DOWN: "experts-32x32-w4-s2"}),
+        ("qwen3-moe", 3, 2, {EXPERTS_GROUPED: "grouped-32-64x64-gall-w4-s3-64x64-gall-w4-s3"}),
     ],
 )
 def test_a_step_with_other_tiles_has_the_logits_of_the_default(
+    shape: str,
     rows: int,
     few: int,
     tiles: dict[str, str],
@@ -94,7 +114,7 @@ def test_a_step_with_other_tiles_has_the_logits_of_the_default(
 
     monkeypatch.setattr(fused_step, "FEW_ROWS", few)
     monkeypatch.setattr(head, "MAX_ROWS", few)
-    steps = FusedSteps.of("qwen3-moe", rows, tmp_path, device, torch.float16)
+    steps = FusedSteps.of(shape, rows, tmp_path, device, torch.float16)
     prompts = torch.randint(3, 200, (rows, 9), generator=torch.Generator().manual_seed(1)).tolist()
     steps.layered([steps.row(i, 0, prompts[i][:-1], prefill=True) for i in range(rows)])
     decode = [steps.row(i, 8, prompts[i][-1:]) for i in range(rows)]
