@@ -129,7 +129,7 @@ def test_the_plan_of_kimi_on_eight_workstation_cards_says_what_matters(kimi):
     for words in (
         "8 query heads per rank",
         "not reference: fits; after triton_mla in the fixed order",
-        "not trtllm_mla: not built into this version; compiled for SM 10.0 or 10.3, this is SM 12.0",
+        "not trtllm_mla: compiled for SM 10.0 or 10.3, this is SM 12.0",
         "takes 128 query heads per rank, here 8 (64 / 8)",
         "triton_gqa, fa3_gqa, flashinfer_gqa: for another kind of attention",
     ):

@@ -12,16 +12,21 @@ from pellucid.traits.model import MLATraits, ModelTraits, WeightFormat
 
 FLASHMLA = "FlashMLA csrc/api/dense_decode.h:67 checks pages of 64 and dv 512; its README: dense decode is for SM90"
 FLASHINFER_MLA = "flashinfer/mla/_core.py: BatchMLAPagedAttentionWrapper, fa2 from SM80 on, fa3 on SM90, bf16 and fp16"
-CUTLASS_MLA = "flashinfer/mla/_core.py, backend cutlass: 128 heads, pages that divide 128, bf16, SM100 and SM110"
-TRTLLM = "flashinfer trtllm_gen_backend.py; SGLang 0.5.23 arg_groups/overrides.py:1144-1173 forces pages of 32 or 64"
-XQA = "flashinfer xqa_backend.py: SM120 and SM121, one new token; compiled for 128 heads (flashinfer#2745, #3161)"
+CUTLASS_MLA = (
+    "FlashInfer 0.6.14 mla/_core.py: 128 heads of 576, pages that divide 128, SM100 and SM110 (its docstring); "
+    "csrc/cutlass_mla.cu: bf16 and fp16"
+)
+TRTLLM = (
+    "FlashInfer 0.6.14 _check_trtllm_gen_mla_shape: 512 + 64 or 256 + 64, whatever the nope width; pages of 32 or 64"
+)
+XQA = "FlashInfer 0.6.14 jit/xqa.py: 128 heads of 576, pages of 16 to 128; _core.py: SM120 and SM121, one new token"
 FA3_GQA = "tokenspeed-fa3 3.0.0: cuobjdump lists sm_90a alone; its flash_attn_config.py: fp16, pages, no width 96"
 FA3_MLA = "fa3-fwd 0.0.3, fa3_fwd_config.py: no fp16, no pages, width 192 with values of 128"
-FLASHINFER_GQA = "FlashInfer's documentation of its paged wrappers: head widths 64, 128 and 256, NHD and HND"
+FLASHINFER_GQA = "FlashInfer 0.6.14 DISPATCH_HEAD_DIM and hopper/prefill_sm90.cuh: head widths 64, 128 and 256"
 MARLIN = "sglang-kernel 0.4.5 moe_wna16_marlin_gemm: fp8, 4-bit with groups of 16 to 128, no bf16; widths of 128"
 TRTLLM_MOE = "FlashInfer 0.6.14 trtllm_*_moe: SM100 and SM103; int4 as MxInt4, groups of 32"
 CUTLASS_MOE = "FlashInfer 0.6.14 cutlass_fused_moe: fp8 blocks and W4A16 on SM90, nvfp4 on SM100, 103, 120, 121"
-DEEP_GEMM = "sgl-deep-gemm 0.2.5: fp8 blocks of 128 and bf16; SM90, SM100, SM103; crashed on SM120 (sglang#18870)"
+DEEP_GEMM = "sgl-deep-gemm 0.2.5, its bf16 products alone: SM90, SM100, SM103; crashed on SM120 (sglang#18870)"
 OURS = "docs/add-a-backend.md: our own kernels compile for the device that they find"
 
 AMPERE_ON = frozenset({80, 86, 87, 89, 90, 100, 103, 110, 120, 121})
@@ -69,16 +74,16 @@ ATTENTION = {
     "flashmla": Limits(FLASHMLA, "attention", sms=SM90, phases=DECODE, mla=ABSORBED, pages=frozenset({64})),
     "flashinfer_mla": Limits(FLASHINFER_MLA, "attention", sms=AMPERE_ON, mla=ABSORBED),
     "cutlass_mla": Limits(
-        CUTLASS_MLA, "attention", sms=frozenset({100, 110}), phases=DECODE, mla=ABSORBED, heads=128, kv=BF16,
-        dtypes=BF16, pages=frozenset({1, 2, 4, 8, 16, 32, 64, 128}),
+        CUTLASS_MLA, "attention", sms=frozenset({100, 110}), phases=DECODE, mla=ABSORBED, heads=128,
+        pages=frozenset({1, 2, 4, 8, 16, 32, 64, 128}),
     ),
     "trtllm_mla": Limits(
-        TRTLLM, "attention", sms=DATACENTRE, phases=DECODE, mla=((512, 64, 128), (256, 64, 64), (512, 0, 256)),
-        pages=frozenset({32, 64}), kv=frozenset({"bf16", "fp8"}), dtypes=BF16,
+        TRTLLM, "attention", sms=DATACENTRE, phases=DECODE, mla=((512, 64, None), (256, 64, None)),
+        pages=frozenset({32, 64}), kv=BF16, dtypes=BF16,
     ),
     "xqa_mla": Limits(
-        XQA, "attention", sms=WORKSTATION, phases=DECODE, mla=((512, 64, None), (256, 64, None)), heads=128,
-        pages=frozenset({16, 32, 64, 128}), kv=frozenset({"bf16", "fp8"}), dtypes=BF16,
+        XQA, "attention", sms=WORKSTATION, phases=DECODE, mla=ABSORBED, heads=128,
+        pages=frozenset({16, 32, 64, 128}), kv=BF16, dtypes=BF16,
     ),
     "fa3_mla": Limits(
         FA3_MLA, "attention", sms=SM90, phases=frozenset({"prefill"}), mla=((512, 64, 128),), kv=BF16, dtypes=BF16
@@ -87,8 +92,7 @@ ATTENTION = {
         FA3_GQA, "attention", sms=SM90, gqa=frozenset({64, 128, 192, 256}), layouts=frozenset({"nhd"})
     ),
     "flashinfer_gqa": Limits(
-        FLASHINFER_GQA, "attention", sms=AMPERE_ON, gqa=frozenset({64, 128, 256}), kv=HALF | {"fp8"},
-        layouts=frozenset({"nhd", "hnd"}),
+        FLASHINFER_GQA, "attention", sms=AMPERE_ON, gqa=frozenset({64, 128, 256}), layouts=frozenset({"nhd"}),
     ),
     "triton_mla": Limits(OURS, "attention", mla=None, pages=frozenset({16, 32, 64, 128})),
     "triton_gqa": Limits(
@@ -120,8 +124,7 @@ MOE = {
         scheme_sms=(("fp8", SM90), ("int4", SM90), ("nvfp4", DATACENTRE | WORKSTATION)),
     ),
     "deep_gemm": Limits(
-        DEEP_GEMM, "moe", sms=SM90 | DATACENTRE, dtypes=BF16, schemes=frozenset({"bf16", "fp8"}),
-        groups=frozenset({128}), shard=128,
+        DEEP_GEMM, "moe", sms=SM90 | DATACENTRE, dtypes=BF16, schemes=BF16, shard=128,
     ),
     "triton_fused": Limits(OURS, "moe", schemes=HALF),
     "cpu_native": Limits(OURS, "moe", devices=CPU, dtypes=frozenset({"fp32"}), schemes=WIDE | GGUF, groups=None),

@@ -129,19 +129,20 @@ def test_single_token_decoders_refuse_draft_verification(name, where):
         assert ("query_len" in found) is expected
 
 
-@pytest.mark.parametrize(
-    ("name", "fp8"), [("trtllm_mla", True), ("xqa_mla", True), ("flashmla", False), ("cutlass_mla", False)]
-)
-def test_an_fp8_cache_is_read_by_the_kernels_that_declare_it(name, fp8):
-    found = {m.kind for m in misfits(_backend(name), _need(kv_dtype="fp8"))}
-    assert ("kv_dtype" not in found) is fp8
+@pytest.mark.parametrize("name", ["trtllm_mla", "xqa_mla", "flashmla", "cutlass_mla", "flashinfer_mla"])
+def test_an_fp8_cache_is_read_by_the_kernels_that_declare_it_which_is_none_so_far(name):
+    backend, need = _backend(name), _need(kv_dtype="fp8")
+    declared = replace(backend, kv_dtypes=backend.kv_dtypes | {"fp8"})
+    assert ["kv_dtype" in {m.kind for m in misfits(one, need)} for one in (backend, declared)] == [True, False]
 
 
 @pytest.mark.parametrize(("nope", "fits"), [(128, True), (192, False)])
 def test_an_absorbed_kernel_ignores_the_nope_width_and_an_exact_one_does_not(nope, fits):
     model = replace(KIMI_K25, attention=replace(KIMI_K25.attention, qk_nope_head_dim=nope))
-    assert not any(m.kind == "head_dims" for m in misfits(_backend("flashmla"), _need(model=model)))
-    assert any(m.kind == "head_dims" for m in misfits(_backend("trtllm_mla"), _need(B200, model=model))) is not fits
+    for absorbed, where in (("flashmla", H200), ("trtllm_mla", B200)):
+        assert not any(m.kind == "head_dims" for m in misfits(_backend(absorbed), _need(where, model=model)))
+    need = _need(model=model, phase="prefill")
+    assert any(m.kind == "head_dims" for m in misfits(_backend("fa3_mla"), need)) is not fits
 
 
 def test_an_unknown_capability_runs_what_is_bound_by_limits_alone():
@@ -231,7 +232,8 @@ def test_a_scale_that_reaches_further_than_a_group_has_to_be_declared(reach, fit
 # Which scheme each MoE kernel reads where, as SGLang's and vLLM's own choices show: PRO 6000, H200, B200.
 MOE_SCHEMES = [
     ("fp8", 128, "triton_fused", ({"weights"}, {"weights"}, {"weights"})),
-    ("fp8", 128, "deep_gemm", ({"compute_capability"}, set(), set())),
+    ("fp8", 128, "deep_gemm", ({"compute_capability", "weights"}, {"weights"}, {"weights"})),
+    ("bf16", None, "deep_gemm", ({"compute_capability"}, set(), set())),
     ("fp8", 128, "flashinfer_trtllm", ({"compute_capability"}, {"compute_capability"}, set())),
     ("fp8", 128, "flashinfer_cutlass", ({"weights"}, set(), {"weights"})),
     ("nvfp4", 16, "flashinfer_cutlass", (set(), {"weights"}, set())),

@@ -127,3 +127,18 @@ def test_plans_that_can_not_be_fused_say_why() -> None:
         assert words in " ".join(found.decision("decode_path").because)
         with pytest.raises(PlanError, match="--decode-path fused"):
             plan(model, where, decode_path=FUSED, **flags)
+
+
+def test_larger_buckets_than_a_decode_step_has_may_take_other_experts_over_the_same_weights() -> None:
+    kernels = [Decision("attention.decode", 4, "triton_mla", "default", ("first",)),
+               Decision("linear.bf16", 4, "reference", "default", ("first",))]  # fmt: skip
+    backends = discover()
+    where = {"device": "cuda", "ranks": 1, "dtype": "bf16", "kv_dtype": "bf16", "backends": backends}
+
+    def path(at_4: str, at_64: str) -> str:
+        moe = [Decision("moe", bucket, name, "measured", ("it was",)) for bucket, name in ((4, at_4), (64, at_64))]
+        return str(decide_decode(EngineArgs("model"), V2_LITE, **where, kernels=[*kernels, *moe])[0].value)
+
+    assert path("triton_fused", "deep_gemm") == FUSED
+    assert path("deep_gemm", "deep_gemm") == LAYERED
+    assert path("triton_fused", "reference") == LAYERED

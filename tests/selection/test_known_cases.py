@@ -76,7 +76,7 @@ def test_no_rule_of_sm_10_reaches_sm_12():
     for op in ("attention.decode", "moe"):
         decision = found.decision(op, 1)
         assert decision.value not in ("trtllm_mla", "cutlass_mla", "flashinfer_trtllm")
-    assert "SM 10.0" in rejection(found.decision("attention.decode", 1), "trtllm_mla").misfits[1].reason
+    assert "SM 10.0" in rejection(found.decision("attention.decode", 1), "trtllm_mla").misfits[0].reason
     assert "SM 10.0" in rejection(found.decision("moe", 1), "flashinfer_trtllm").misfits[1].reason
 
 

@@ -60,7 +60,7 @@ def test_an_asked_backend_is_taken_even_where_another_comes_first():
             ("--attention-backend flashmla", "SM 9.0", "SM 12.0", "fits: triton_mla, reference"),
         ),
         ({"attention_backend": "flash"}, ("no such attention backend", "flashmla", "reference")),
-        ({"attention_backend": "flashinfer_mla"}, ("not built into this version", "fits: triton_mla, reference")),
+        ({"attention_backend": "flashinfer_mla"}, ("pip install flashinfer-python", "fits: triton_mla, reference")),
         ({"attention_backend": "cpu_native"}, ("runs on cpu", "--device cpu")),
         ({"kv_cache_dtype": "fp8"}, ("--kv-cache-dtype fp8", "triton_mla", "--kv-cache-dtype bf16")),
         ({"batch_invariant": True}, ("--batch-invariant", "depend on the batch", "leave out --batch-invariant")),
