@@ -20,7 +20,7 @@ from pellucid.traits.tensors import TensorIndex
 from pellucid.tuning.measure import Budget, Question, compare
 from pellucid.tuning.problems import REFERENCE
 from pellucid.tuning.projections import MAX_ROWS, projections_of
-from pellucid.tuning.session import apply_choices
+from pellucid.tuning.step_choices import apply_choices
 from pellucid.tuning.steps import Steps
 from pellucid.tuning.timing import Timer
 

@@ -26,8 +26,9 @@ from pellucid.tuning.gate import Bench, GatedTrial, Probe, gate
 from pellucid.tuning.measure import LEADER_ROUNDS, Budget, CannotMeasureError, Question, TrialFailedError, conclude
 from pellucid.tuning.pool import Pair, ProbePool
 from pellucid.tuning.problems import drawable
-from pellucid.tuning.session import FAMILIES, OUT_OF_TIME, CheckAll, Mode, Resolve, Session, settle, traits_of
+from pellucid.tuning.session import FAMILIES, OUT_OF_TIME, CheckAll, Mode, Resolve, Session, settle
 from pellucid.tuning.start import FULL_SECONDS
+from pellucid.tuning.step_choices import traits_of
 from pellucid.tuning.store import EvidenceStore, Fingerprint, Found, Record
 from pellucid.tuning.workbench import Workbench
 

@@ -13,7 +13,7 @@ from pellucid.layers.mlp import MLP
 from pellucid.layers.moe import MoE
 from pellucid.layers.norm import RMSNorm
 from pellucid.layers.step_tiles import EXPERTS_DOWN, EXPERTS_GROUPED, EXPERTS_UP
-from pellucid.moe.triton_fused import GroupedExperts
+from pellucid.moe.gate_up import GateUpExperts
 
 if TYPE_CHECKING:
     import torch
@@ -47,7 +47,7 @@ class FusedMoE:
 
     norm: RMSNorm
     layer: MoE
-    experts: GroupedExperts
+    experts: GateUpExperts
     rule: RoutingRule
     counter: torch.Tensor
     blocks: dict[int, ExpertBlocks]
@@ -59,8 +59,8 @@ class FusedMoE:
 
         from pellucid.kernels.triton.routing import RoutingRule
 
-        experts = layer.experts
-        assert isinstance(experts, GroupedExperts), "the plan takes the fused path with these experts only"
+        experts = getattr(layer.experts, "weights", None)
+        assert isinstance(experts, GateUpExperts), "the plan takes the fused path with this form of experts only"
         counter = torch.zeros(1, dtype=torch.int32, device=norm.weight.device)
         return cls(norm, layer, experts, RoutingRule.of(layer.traits), counter, {})
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from pellucid.moe.gate_up import FORM, GateUpExperts
 from pellucid.traits.backend import ANY, BackendTraits, Package, Priority
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ TRAITS = BackendTraits(
     sm=ANY,
     compute_dtypes=frozenset({"bf16", "fp16"}),
     weight_schemes=frozenset({"bf16", "fp16"}),
+    weight_form=FORM,
     packages=(Package("triton"),),
     notes="Triton compiles for the device it finds. No int4: unpacking takes Triton 6 to 7 instructions a weight.",
 )
@@ -40,7 +42,7 @@ def create(context: KernelContext) -> TritonFusedMoE:
 
 
 class TritonFusedMoE:
-    """16-bit experts on the device, [gate | up] in one matrix. Implements `MoEBackend`."""
+    """16-bit experts on the device. Implements `MoEBackend`, and `by_bucket.SharingBackend`."""
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
         from pellucid.kernels.device import device_limits
@@ -52,26 +54,19 @@ class TritonFusedMoE:
             self.shared_memory = device_limits(device).shared_memory
 
     def prepare(self, gate: StoredWeight, up: StoredWeight, down: StoredWeight) -> GroupedExperts:
-        import torch
+        return self.kernel(GateUpExperts.of(gate, up, down, self.dtype, self.device))
 
-        experts, intermediate, hidden = gate.shape
-        gate_up = torch.empty(experts, 2 * intermediate, hidden, dtype=self.dtype, device=self.device)
-        down_proj = torch.empty(experts, hidden, intermediate, dtype=self.dtype, device=self.device)
-        # One expert at a time, so that there is never a second copy of a layer on the device.
-        for target, weight in (
-            (gate_up[:, :intermediate], gate), (gate_up[:, intermediate:], up), (down_proj, down)
-        ):  # fmt: skip
-            for expert, matrix in zip(target, weight.matrices(), strict=True):
-                expert.copy_(matrix.dequantize(self.dtype))
-        return GroupedExperts(gate_up, down_proj, self.shared_memory)
+    def kernel(self, weights: GateUpExperts) -> GroupedExperts:
+        """Over weights that others may read too."""
+        return GroupedExperts(weights, self.shared_memory)
 
 
 class GroupedExperts:
-    """gate_up [experts, 2 * intermediate, hidden], down [experts, hidden, intermediate]. Implements `MoEKernel`."""
+    """Implements `MoEKernel`."""
 
-    def __init__(self, gate_up: torch.Tensor, down: torch.Tensor, shared_memory: int) -> None:
-        self.gate_up, self.down, self.shared_memory = gate_up, down, shared_memory
-        self.nbytes = gate_up.nbytes + down.nbytes
+    def __init__(self, weights: GateUpExperts, shared_memory: int) -> None:
+        self.weights, self.shared_memory = weights, shared_memory
+        self.nbytes = weights.nbytes
 
     def add_to(self, out: torch.Tensor, x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor) -> None:
         step = max(1, MAX_PAIRS // experts.shape[1])
@@ -84,13 +79,14 @@ class GroupedExperts:
 
         from pellucid.kernels.triton import moe_grouped
 
-        num_experts, hidden, intermediate = self.down.shape
+        gate_up, down = self.weights.gate_up, self.weights.down
+        num_experts, hidden, intermediate = down.shape
         rows, pairs = x.shape[0], experts.numel()
         tiles = moe_grouped.grouped_tiles(pairs, num_experts, hidden, intermediate, self.shared_memory)
         blocks = moe_grouped.ExpertBlocks.allocate(pairs, num_experts, tiles.block_m, x.device)
         act = x.new_empty(pairs, intermediate)
         pair_out = x.new_empty(pairs, hidden, dtype=x.dtype if rows > ROUNDED_ROWS else torch.float32)
         moe_grouped.sort_by_expert(experts.contiguous(), blocks)
-        moe_grouped.grouped_up(x, self.gate_up, blocks, act, tile=tiles.up)
-        moe_grouped.grouped_down(act, self.down, blocks, weights.contiguous(), pair_out, tile=tiles.down)
+        moe_grouped.grouped_up(x, gate_up, blocks, act, tile=tiles.up)
+        moe_grouped.grouped_down(act, down, blocks, weights.contiguous(), pair_out, tile=tiles.down)
         moe_grouped.reduce_pairs(pair_out, out)

@@ -12,6 +12,7 @@ from pellucid.kernels.torch_ops import RowOps, TorchOps
 from pellucid.layers.backends import LayerBackends
 from pellucid.layers.moe import route
 from pellucid.moe.base import MoEBackend
+from pellucid.moe.by_bucket import MoEByBucket
 from pellucid.quantization.base import HeadwiseKernel, LinearBackend, LinearKernel
 from pellucid.quantization.weight import StoredWeight
 from pellucid.selection.decode_path import FUSED
@@ -46,7 +47,7 @@ def create_backends(plan: ExecutionPlan, context: KernelContext) -> RunnerBacken
     decided = [d.op for d in plan.decisions]
     # A weight has one prepared form, so the choice at the smallest bucket holds for all of them.
     linear = {op.removeprefix("linear."): plan.backend(op, 1) for op in decided if op.startswith("linear.")}
-    moe: MoEBackend | None = _module("moe", plan.backend("moe", 1)).create(context) if "moe" in decided else None
+    moe = _create_moe(plan, context) if "moe" in decided else None
     native = NATIVE in linear.values()
     ops: RowOps = context.cpu_library if native else TorchOps()
     choose = route
@@ -63,6 +64,15 @@ def create_backends(plan: ExecutionPlan, context: KernelContext) -> RunnerBacken
         route=choose,
     )
     return RunnerBackends(layers, attention, called)
+
+
+def _create_moe(plan: ExecutionPlan, context: KernelContext) -> MoEBackend:
+    names = plan.backends("moe")
+    backends: dict[str, Any] = {name: _module("moe", name).create(context) for name in sorted(names)}
+    if len(backends) == 1:
+        backend: MoEBackend = next(iter(backends.values()))
+        return backend
+    return MoEByBucket(backends, lambda tokens: plan.backend("moe", tokens))
 
 
 def create_attention(

@@ -80,9 +80,18 @@ def _obstacle(
         return f"weights stored as {packed} may differ from matrix to matrix, and the fused kernels read several as one"
     if args.batch_invariant:
         return "--batch-invariant: a row's sums are taken in another order in another bucket"
-    usable = {(backend.op, backend.name) for backend in backends if backend.fused_decode is not None}
+    usable: set[tuple[str, str]] = {
+        (backend.op, backend.name) for backend in backends if backend.fused_decode is not None
+    }
+    shared: dict[tuple[str, str], str] = {
+        (backend.op, backend.name): backend.weight_form for backend in backends if backend.weight_form
+    }
+    read = {shared[key] for key in usable & shared.keys()}
+    largest = max((d.bucket or 0 for d in kernels if d.op == "attention.decode"), default=0)
     for decision in kernels:
-        family = decision.op.partition(".")[0]
-        if decision.op != "attention.prefill" and (family, decision.value) not in usable:
+        key: tuple[str, str] = (decision.op.partition(".")[0], str(decision.value))
+        # Of more tokens than a decode step has, another may multiply the weights that both read.
+        aside = (decision.bucket or 0) > largest and key in shared and shared[key] in read
+        if decision.op != "attention.prefill" and key not in usable and not aside:
             return f"{decision.key} is {decision.value}, whose weights or cache they do not read"
     return ""

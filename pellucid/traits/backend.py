@@ -133,6 +133,7 @@ class BackendTraits:
     `sm` are explicit compute capabilities (90, 120), never a lower bound; read only on a CUDA device.
     `query_lens` are the new tokens per sequence in decode (1, or more when drafts are verified).
     `head_rule` counts query heads of one rank. The MoE width of one rank must be a multiple of `shard_multiple_of`.
+    `weight_form` names how weights lie in memory when backends of one op share that: each bucket may take another.
     `weight_groups` are group sizes (128 for fp8 blocks of 128 x 128); `weight_scales` says whether one scale may reach
     over a whole "tensor" or "channel". `zero_points`: int4 that is not symmetric.
     `batch_invariant`: a row's result never depends on its batch.
@@ -163,6 +164,7 @@ class BackendTraits:
     weight_schemes: Allowed[str] = frozenset()
     scheme_sms: tuple[tuple[str, frozenset[int]], ...] = ()
     keeps_packed: frozenset[str] | None = None
+    weight_form: str | None = None
     weight_groups: Allowed[int] = frozenset()
     weight_scales: frozenset[str] = frozenset()
     zero_points: bool = False

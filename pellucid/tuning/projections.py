@@ -18,7 +18,7 @@ from pellucid.selection.plan import Decision, ExecutionPlan, Measured, Rejection
 from pellucid.traits.misfit import Misfit
 from pellucid.traits.model import ModelTraits
 from pellucid.tuning.measure import Question
-from pellucid.tuning.session import Tiles, traits_of
+from pellucid.tuning.step_choices import Tiles, traits_of
 
 if TYPE_CHECKING:
     from pellucid.kernels.triton.linear import LinearTile

@@ -7,35 +7,37 @@ Every answer goes through the store, skipped ones too, so that a second start as
 
 from __future__ import annotations
 
-import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from pellucid.selection.decode_path import FUSED
-from pellucid.selection.evidence import Evidence, Measurement, fastest, is_tile_op, tie_share
-from pellucid.selection.plan import Decision, ExecutionPlan
+from pellucid.selection.evidence import Evidence, Measurement, fastest, tie_share
+from pellucid.selection.plan import ExecutionPlan
 from pellucid.tuning.gate import Bench, GatedTrial, gate
 from pellucid.tuning.measure import Budget, CannotMeasureError, Question, compare
+from pellucid.tuning.step_choices import (
+    DEFAULT,
+    MEASURED,
+    ONE_FORM,
+    STEP_OPS,
+    Tiles,
+    concerns,
+    share_weights,
+    steps,
+    traits_of,
+)
 from pellucid.tuning.store import EvidenceStore, Provenance, Record
 
 Mode = Literal["cached", "full"]
 
 FAMILIES = ("attention", "moe", "linear")
 
-ONE_FORM = ("moe", "linear")
-"""Families whose weights have one prepared form: what serves one bucket serves them all."""
-
-DEFAULT, MEASURED = "default", "measured"
-"""The candidates of a step: the plan of the fixed order, and the plan of the figures."""
-
 OPS_SHARE, TILES_SHARE = 0.4, 0.75
 """Of the budget: for backends, and for projections after them. The rest is for confirming both."""
 
 OUT_OF_TIME = "the seconds to measure were spent (--measure-seconds)"
-
-STEP_OPS = {"step.decode": ("attention.decode", *ONE_FORM), "step.prefill": ("attention.prefill", *ONE_FORM)}
 
 Resolve = Callable[[Evidence], ExecutionPlan]
 
@@ -49,7 +51,8 @@ class Session:
 
     `cached`: what the store has is taken, stale or skipped as it may be, and only the rest is measured. `full`: all is
     measured anew. `check_all` takes many candidates through the gate at once. `before` is called once, when something
-    is to be measured; its time does not count.
+    is to be measured; its time does not count. `leave_out`: candidates that take longer to compile than this session
+    has; they have no figures, and are no default.
     """
 
     store: EvidenceStore
@@ -59,6 +62,7 @@ class Session:
     on_progress: Callable[[str], None] | None = None
     check_all: CheckAll | None = None
     before: Callable[[], None] | None = None
+    leave_out: frozenset[str] = frozenset()
     measured: int = 0
     skipped: Counter[str] = field(default_factory=Counter)
     stale: set[str] = field(default_factory=set)
@@ -130,6 +134,8 @@ class Session:
             self.skipped[str(error)] += 1
             return {}
         for name in question.order:
+            if name in self.leave_out and name != question.order[0]:
+                continue
             if budget.left <= 0:
                 return self._keep(question, failed, {}, skipped=OUT_OF_TIME)
             begin = budget.clock()
@@ -194,16 +200,6 @@ def undecided(plan: ExecutionPlan) -> tuple[Question, ...]:
     return tuple(sorted(found, key=lambda q: (_turn(q.bucket), q.bucket)))
 
 
-def traits_of(plan: ExecutionPlan, family: str) -> str:
-    """What of model and storage a figure depends on, in words: where its formats were read does not matter."""
-    model = (re.sub(r"^weights \(\w+\)", "weights", line) for line in plan.model)
-    storage = [plan.dtype]
-    if family in ("attention", "step"):
-        length = f"{plan.max_model_len} tokens at most"
-        storage += [f"KV {plan.kv_dtype} {plan.kv_layout} in pages of {plan.page_size}", length]
-    return " | ".join((*model, *storage))
-
-
 def tune(
     resolve: Resolve,
     session: Session,
@@ -251,38 +247,13 @@ def tune(
     return Tuned(frozen, evidence, (*notes, *session.notes()))
 
 
-@dataclass(frozen=True, slots=True)
-class Tiles:
-    """Answered questions on projections: `projection.6144x4096` at a bucket, candidates by their tiles' names."""
-
-    answers: tuple[tuple[Question, Mapping[str, Measurement]], ...] = ()
-
-    def without(self, bucket: int) -> Tiles:
-        return Tiles(tuple(answer for answer in self.answers if answer[0].bucket != bucket))
-
-    def choices(self, bucket: int) -> tuple[tuple[str, str], ...]:
-        """(op, tile) of those that are not the default."""
-        return tuple(
-            (question.op, str(decision.value))
-            for question, decision in zip((q for q, _ in self.answers), self.decisions(), strict=True)
-            if question.bucket == bucket and decision.value != question.order[0]
-        )
-
-    def buckets(self) -> tuple[int, ...]:
-        return tuple(dict.fromkeys(question.bucket for question, _ in self.answers))
-
-    def decisions(self) -> tuple[Decision, ...]:
-        from pellucid.tuning.projections import tile_decision
-
-        return tuple(tile_decision(question, results) for question, results in self.answers)
-
-
 def settle(
     resolve: Resolve, evidence: Mapping[tuple[str, int, str], Measurement]
 ) -> tuple[dict[tuple[str, int, str], Measurement], list[str]]:
     """Evidence under which ops with one form of weights have one choice, and a note where that costs a faster one.
 
-    What is wrong at one bucket is wrong at all; where buckets would choose differently, the default stays.
+    What is wrong at one bucket is wrong at all; where buckets would choose differently, the default stays, unless the
+    weights of all have one form (`BackendTraits.weight_form`).
     """
     settled, notes = dict(evidence), []
     plan = resolve(settled)
@@ -292,10 +263,10 @@ def settle(
         settled |= {(op, bucket, name): m for name, m in wrong.items() for bucket in plan.buckets(op)}
     plan = resolve(settled)
     for op in ops:
-        if len(plan.backends(op)) > 1:
+        if len(plan.backends(op)) > 1 and not share_weights(op, plan.backends(op)):
             names = " and ".join(sorted(plan.backends(op)))
             notes.append(
-                f"{op}: {names} are fastest at some buckets each, but weights have one form: the default stays"
+                f"{op}: {names} are fastest at some buckets each, but their weights lie differently: the default stays"
             )
             for bucket in plan.buckets(op):
                 settled = _withdraw(settled, (op,), bucket)
@@ -305,56 +276,6 @@ def settle(
 def verdicts(evidence: Evidence) -> dict[tuple[str, int, str], Measurement]:
     """What the gate found wrong, alone: the plan of the fixed order is made with it."""
     return {key: m for key, m in evidence.items() if not m.right}
-
-
-def steps(plan: ExecutionPlan, default: ExecutionPlan, tiles: Tiles) -> Iterable[Question]:
-    """One question for each kind of step in which `plan` and `tiles` differ from `default`."""
-    everywhere = tuple(
-        (d.op, str(d.value)) for d in plan.decisions
-        if d.bucket is None and d.value != default.decision(d.op).value
-    )  # fmt: skip
-    for step, families in STEP_OPS.items():
-        buckets = plan.buckets(families[0])
-        for bucket in sorted({*buckets, *(tiles.buckets() if step == "step.decode" else ())}):
-            given = list(everywhere)
-            for one in plan.decisions:
-                if one.bucket != bucket or not _concerns(one.op, families):
-                    continue
-                if one.value != default.decision(one.op, bucket).value:
-                    whole = one.op.partition(".")[0] in ONE_FORM
-                    given.append((one.op if whole else one.key, str(one.value)))
-            if step == "step.decode":
-                given += [(f"{op}@{bucket}", name) for op, name in tiles.choices(bucket)]
-            if given:
-                yield Question(step, bucket, (DEFAULT, MEASURED), traits_of(default, "step"), tuple(given))
-
-
-def apply_choices(plan: ExecutionPlan, given: Sequence[tuple[str, str]]) -> ExecutionPlan:
-    """The plan with the choices of a step in force: `moe` for every bucket, `attention.decode@8` for one.
-
-    Choices of projections, which no plan has before they are measured, are added to it.
-    """
-    choices = dict(given)
-    decisions = []
-    for decision in plan.decisions:
-        text = choices.get(decision.key, choices.get(decision.op))
-        changed = text is not None and str(decision.value) != text
-        decisions.append(replace(decision, value=_typed(text, decision)) if changed and text else decision)
-    for key, name in given:
-        if is_tile_op(key.partition("@")[0]):
-            op, _, bucket = key.partition("@")
-            decisions.append(Decision(op, int(bucket), name, "measured", ("in force while a step is timed",)))
-    return replace(plan, decisions=tuple(decisions))
-
-
-def _typed(text: str, decision: Decision) -> str | int | bool:
-    if isinstance(decision.value, bool):
-        return text == "True"
-    return int(text) if isinstance(decision.value, int) else text
-
-
-def _concerns(op: str, families: Sequence[str]) -> bool:
-    return op in families or op.partition(".")[0] in families
 
 
 def _confirmed(results: Mapping[str, Measurement]) -> bool:
@@ -381,7 +302,7 @@ def _withdraw(
     return {
         (op, at, name): m
         for (op, at, name), m in evidence.items()
-        if not m.right or at != bucket or not _concerns(op, families)
+        if not m.right or at != bucket or not concerns(op, families)
     }
 
 

@@ -24,7 +24,8 @@ from pellucid.tuning.measure import Budget, Question
 from pellucid.tuning.pool import ProbePool
 from pellucid.tuning.problems import REFERENCE, drawable
 from pellucid.tuning.projections import APART, measure_projections, tile_candidates
-from pellucid.tuning.session import CheckAll, Mode, Resolve, Session, Tiles, Tuned, traits_of, tune
+from pellucid.tuning.session import CheckAll, Mode, Resolve, Session, Tuned, tune
+from pellucid.tuning.step_choices import Tiles, traits_of
 from pellucid.tuning.store import EvidenceStore
 from pellucid.tuning.workbench import Workbench
 
@@ -34,6 +35,9 @@ under 20. What the default's kernels take to compile is not counted: the engine 
 
 FULL_SECONDS = 600
 """Of `pellucid tune`, which nobody waits for with a server down."""
+
+SECONDS_FOR_NVCC = 60
+"""A session of fewer leaves out candidates that compile themselves with nvcc, which takes minutes: `tune` asks them."""
 
 
 def tune_plan(
@@ -67,7 +71,7 @@ def tune_plan(
     with ExitStack() as stack:
         if measures and bench is None:
             # A candidate that hangs may take no more than this; a kernel is compiled in less.
-            deadline = max(20.0, min(60.0, seconds / 4))
+            deadline = max(20.0, min(300.0, seconds / 4))
 
             def make_probe() -> Probe:
                 return Probe(Workbench(traits, default, tensors), check_deadline_s=deadline)
@@ -76,6 +80,8 @@ def tune_plan(
             if default.device == "cuda":
                 check_all = stack.enter_context(ProbePool(make_probe)).check_all
         session = Session(store, bench if measures else None, Budget(seconds, clock), mode, on_progress, check_all)
+        if seconds < SECONDS_FOR_NVCC:
+            session.leave_out = frozenset(backend.name for backend in discover() if backend.needs_compiler == "nvcc")
         if check_all is not None and default.decode_path == FUSED:
             session.before = partial(_compile_steps, traits, default, _limits(hardware), on_progress)
         tuned = tune(resolve, session, partial(_tiles, traits, hardware, session), partial(_asks, traits, session))

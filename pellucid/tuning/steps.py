@@ -26,7 +26,7 @@ from pellucid.traits.tensors import TensorIndex, canonical_name, layer_of
 from pellucid.tuning.measure import Question
 from pellucid.tuning.problems import CONTEXT
 from pellucid.tuning.projections import APART
-from pellucid.tuning.session import MEASURED, apply_choices
+from pellucid.tuning.step_choices import MEASURED, apply_choices
 from pellucid.tuning.timing import Timer, captured, copies_for
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from pellucid.selection.plan import ExecutionPlan
 from pellucid.tuning.gate import GatedTrial
 from pellucid.tuning.measure import Budget, Question, compare
 from pellucid.tuning.projections import projections_of, tile_candidates
-from pellucid.tuning.session import traits_of
+from pellucid.tuning.step_choices import traits_of
 from pellucid.tuning.steps import Steps
 from pellucid.tuning.workbench import Workbench
 

@@ -19,7 +19,8 @@ from pellucid.selection.evidence import Measurement
 from pellucid.selection.explain import render_decision
 from pellucid.tuning.measure import Budget, Question
 from pellucid.tuning.projections import measure_projections, projections_of, tile_candidates, tile_decision
-from pellucid.tuning.session import Session, Tiles, tune
+from pellucid.tuning.session import Session, tune
+from pellucid.tuning.step_choices import Tiles
 from tests.selection.models import KIMI_K25, SMALL_DENSE, V2_LITE
 from tests.tuning.simulated import SimulatedBench, resolver, store_at
 
@@ -179,7 +180,7 @@ def tuned(tmp_path, bench: SimulatedBench | None, seconds: float = 3600.0):
 
 
 def _about() -> str:
-    from pellucid.tuning.session import traits_of
+    from pellucid.tuning.step_choices import traits_of
 
     return traits_of(resolver()({}), "step")
 

@@ -10,9 +10,11 @@ import pytest
 
 from pellucid.hardware import load_hardware
 from pellucid.selection.args import EngineArgs
+from pellucid.selection.registry import discover
 from pellucid.selection.resolve import resolve
 from pellucid.tuning.measure import Budget, CannotMeasureError
-from pellucid.tuning.session import Session, Tuned, apply_choices, traits_of, tune, undecided
+from pellucid.tuning.session import Session, Tuned, tune, undecided
+from pellucid.tuning.step_choices import apply_choices, traits_of
 from tests.selection.models import V2_LITE, kinds
 from tests.tuning.simulated import SimulatedBench, gpu_machine, resolver, store_at
 
@@ -86,7 +88,7 @@ def test_experts_that_are_wrong_at_one_bucket_serve_none(tmp_path):
 def test_experts_that_win_at_some_buckets_alone_are_not_taken_for_weights_have_one_form(tmp_path):
     found = measured(tmp_path, bench_of({f"moe {OTHER_MOE}@64": 50, "measured": 400}))
     assert found.plan.backends("moe") == {MOE}
-    assert any("weights have one form" in note for note in found.notes)
+    assert any("their weights lie differently" in note for note in found.notes)
     everywhere = measured(tmp_path / "all", bench_of({OTHER_MOE: 50, "measured": 400}))
     assert everywhere.plan.backends("moe") == {OTHER_MOE}
 
@@ -283,3 +285,16 @@ def test_figures_of_a_config_alone_hold_for_its_weights():
     assert traits_of(read, "moe") == traits_of(plan, "moe")
     other = replace(plan, model=tuple(line.replace("bf16", "fp16") for line in plan.model))
     assert traits_of(other, "moe") != traits_of(plan, "moe")
+
+
+def test_experts_that_read_one_form_of_weights_may_serve_a_bucket_each(tmp_path, monkeypatch):
+    from pellucid.tuning import step_choices
+
+    shared = [replace(b, weight_form="gate_up") if b.name in (MOE, OTHER_MOE) else b for b in discover()]
+    monkeypatch.setattr(step_choices, "discover", lambda: shared)
+    bench = bench_of({f"moe {OTHER_MOE}@64": 50, "measured": 400})
+    found = measured(tmp_path, bench)
+    assert found.plan.decision("moe", 64).value == OTHER_MOE
+    assert found.plan.backends("moe") == {MOE, OTHER_MOE}
+    (step,) = {key for key, _ in bench.asked if key.startswith("step.")}
+    assert step == "step.prefill@64"

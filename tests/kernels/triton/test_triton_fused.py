@@ -58,14 +58,14 @@ def test_more_tokens_than_the_workspace_holds_are_taken_in_parts(device, dtype, 
 def test_weights_are_kept_as_decode_graphs_read_them(device, dtype, layer):
     gate, up, down = layer
     kernel = triton_fused.create(KernelContext(device, dtype)).prepare(*layer)
-    assert kernel.gate_up.cpu().equal(torch.cat([gate.data, up.data], dim=1))
-    assert kernel.down.cpu().equal(down.data)
-    assert kernel.gate_up.is_contiguous() and kernel.down.is_contiguous()
+    assert kernel.weights.gate_up.cpu().equal(torch.cat([gate.data, up.data], dim=1))
+    assert kernel.weights.down.cpu().equal(down.data)
+    assert kernel.weights.gate_up.is_contiguous() and kernel.weights.down.is_contiguous()
     assert kernel.nbytes == sum(weight.data.nbytes for weight in layer)
 
 
 def test_weights_of_the_other_16_bit_format_are_converted(device, dtype, layer):
     other = torch.float16 if dtype == torch.bfloat16 else torch.bfloat16
     kernel = triton_fused.create(KernelContext(device, dtype)).prepare(*(weight.dense(other) for weight in layer))
-    assert kernel.down.dtype == dtype
-    assert kernel.down.cpu().equal(layer[2].data.to(other).to(dtype))
+    assert kernel.weights.down.dtype == dtype
+    assert kernel.weights.down.cpu().equal(layer[2].data.to(other).to(dtype))

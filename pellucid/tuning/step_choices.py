@@ -1,0 +1,115 @@
+"""What two plans differ in, step by step, and a plan with such choices in force. Used by `session` and `steps`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from pellucid.selection.evidence import Measurement, is_tile_op
+from pellucid.selection.plan import Decision, ExecutionPlan
+from pellucid.selection.registry import discover
+from pellucid.tuning.measure import Question
+
+ONE_FORM = ("moe", "linear")
+"""Families whose weights have one prepared form: what serves one bucket serves them all, or shares their form."""
+
+DEFAULT, MEASURED = "default", "measured"
+"""The candidates of a step: the plan of the fixed order, and the plan of the figures."""
+
+STEP_OPS = {"step.decode": ("attention.decode", *ONE_FORM), "step.prefill": ("attention.prefill", *ONE_FORM)}
+
+
+def traits_of(plan: ExecutionPlan, family: str) -> str:
+    """What of model and storage a figure depends on, in words: where its formats were read does not matter."""
+    model = (re.sub(r"^weights \(\w+\)", "weights", line) for line in plan.model)
+    storage = [plan.dtype]
+    if family in ("attention", "step"):
+        length = f"{plan.max_model_len} tokens at most"
+        storage += [f"KV {plan.kv_dtype} {plan.kv_layout} in pages of {plan.page_size}", length]
+    return " | ".join((*model, *storage))
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """Answered questions on projections: `projection.6144x4096` at a bucket, candidates by their tiles' names."""
+
+    answers: tuple[tuple[Question, Mapping[str, Measurement]], ...] = ()
+
+    def without(self, bucket: int) -> Tiles:
+        return Tiles(tuple(answer for answer in self.answers if answer[0].bucket != bucket))
+
+    def choices(self, bucket: int) -> tuple[tuple[str, str], ...]:
+        """(op, tile) of those that are not the default."""
+        return tuple(
+            (question.op, str(decision.value))
+            for question, decision in zip((q for q, _ in self.answers), self.decisions(), strict=True)
+            if question.bucket == bucket and decision.value != question.order[0]
+        )
+
+    def buckets(self) -> tuple[int, ...]:
+        return tuple(dict.fromkeys(question.bucket for question, _ in self.answers))
+
+    def decisions(self) -> tuple[Decision, ...]:
+        from pellucid.tuning.projections import tile_decision
+
+        return tuple(tile_decision(question, results) for question, results in self.answers)
+
+
+def share_weights(op: str, names: Iterable[str]) -> bool:
+    """Whether these backends of an op read one form of weights."""
+    family = op.partition(".")[0]
+    forms = {b.weight_form for b in discover() if b.op == family and b.name in set(names)}
+    return len(forms) == 1 and forms != {None}
+
+
+def steps(plan: ExecutionPlan, default: ExecutionPlan, tiles: Tiles) -> Iterable[Question]:
+    """One question for each kind of step in which `plan` and `tiles` differ from `default`."""
+    everywhere = tuple(
+        (d.op, str(d.value)) for d in plan.decisions
+        if d.bucket is None and d.value != default.decision(d.op).value
+    )  # fmt: skip
+    for step, families in STEP_OPS.items():
+        buckets = plan.buckets(families[0])
+        for bucket in sorted({*buckets, *(tiles.buckets() if step == "step.decode" else ())}):
+            given = list(everywhere)
+            for one in plan.decisions:
+                if one.bucket != bucket or not concerns(one.op, families):
+                    continue
+                if one.value != default.decision(one.op, bucket).value:
+                    both = {str(one.value), str(default.decision(one.op, bucket).value)}
+                    whole = one.op.partition(".")[0] in ONE_FORM and not share_weights(one.op, both)
+                    given.append((one.op if whole else one.key, str(one.value)))
+            if step == "step.decode":
+                given += [(f"{op}@{bucket}", name) for op, name in tiles.choices(bucket)]
+            if given:
+                yield Question(step, bucket, (DEFAULT, MEASURED), traits_of(default, "step"), tuple(given))
+
+
+def apply_choices(plan: ExecutionPlan, given: Sequence[tuple[str, str]]) -> ExecutionPlan:
+    """The plan with the choices of a step in force: `moe` for every bucket, `attention.decode@8` for one.
+
+    Choices of projections, which no plan has before they are measured, are added to it.
+    """
+    choices = dict(given)
+    decisions = []
+    for decision in plan.decisions:
+        text = choices.get(decision.key, choices.get(decision.op))
+        changed = text is not None and str(decision.value) != text
+        decisions.append(replace(decision, value=_typed(text, decision)) if changed and text else decision)
+    for key, name in given:
+        if is_tile_op(key.partition("@")[0]):
+            op, _, bucket = key.partition("@")
+            decisions.append(Decision(op, int(bucket), name, "measured", ("in force while a step is timed",)))
+    return replace(plan, decisions=tuple(decisions))
+
+
+def _typed(text: str, decision: Decision) -> str | int | bool:
+    if isinstance(decision.value, bool):
+        return text == "True"
+    return int(text) if isinstance(decision.value, int) else text
+
+
+def concerns(op: str, families: Sequence[str]) -> bool:
+    """Whether an op is one of the families, or of one."""
+    return op in families or op.partition(".")[0] in families
