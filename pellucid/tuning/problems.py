@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from pellucid.attention.base import AttentionMetadata
+from pellucid.attention.base import AttentionBackend, AttentionMetadata
 from pellucid.kernels.context import KernelContext
 from pellucid.quantization.weight import DENSE_SCHEMES, StoredWeight, dtype_of
 from pellucid.selection.memory import bytes_per_weight
@@ -88,6 +88,7 @@ class AttentionProblem:
         self.phase: Phase = "decode" if question.op.endswith("decode") else "prefill"
         self.longest, self.name = plan.max_model_len, plan.dtype
         self.context = KernelContext(device, self.dtype, plan.threads if plan.device == "cpu" else None)
+        self._backends: dict[str, AttentionBackend] = {}
         self._case: tuple[tuple[torch.Tensor, torch.Tensor, _Rows], torch.Tensor] | None = None
         a = self.traits
         if a.kind == "mla":
@@ -121,7 +122,12 @@ class AttentionProblem:
         import torch
 
         a, meta = self.traits, rows.metadata
-        backend = importlib.import_module(f"pellucid.attention.{name}").create(self.context, self.phase)
+        # One for all calls, as in an engine: some have workspaces of a hundred megabytes.
+        if name not in self._backends:
+            self._backends[name] = importlib.import_module(f"pellucid.attention.{name}").create(
+                self.context, self.phase
+            )
+        backend = self._backends[name]
         if a.kind == "gqa":
             return lambda: backend.gqa(
                 q, pool[0], pool[1], meta, num_kv_heads=a.num_kv_heads, scale=a.softmax_scale

@@ -10,11 +10,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Literal
 
 from pellucid.selection.decode_path import FUSED
 from pellucid.selection.evidence import Evidence, Measurement, fastest, tie_share
 from pellucid.selection.plan import ExecutionPlan
+from pellucid.selection.registry import discover
 from pellucid.tuning.gate import Bench, GatedTrial, gate
 from pellucid.tuning.measure import Budget, CannotMeasureError, Question, compare
 from pellucid.tuning.step_choices import (
@@ -28,7 +30,7 @@ from pellucid.tuning.step_choices import (
     steps,
     traits_of,
 )
-from pellucid.tuning.store import EvidenceStore, Provenance, Record
+from pellucid.tuning.store import EvidenceStore, Found, Provenance, Record
 
 Mode = Literal["cached", "full"]
 
@@ -51,8 +53,8 @@ class Session:
 
     `cached`: what the store has is taken, stale or skipped as it may be, and only the rest is measured. `full`: all is
     measured anew. `check_all` takes many candidates through the gate at once. `before` is called once, when something
-    is to be measured; its time does not count. `leave_out`: candidates that take longer to compile than this session
-    has; they have no figures, and are no default.
+    is to be measured; its time does not count. Without `asks_slow`, candidates that nvcc compiles on first use are left
+    out: they have no figures then, and a session that asks them asks such questions again.
     """
 
     store: EvidenceStore
@@ -62,7 +64,7 @@ class Session:
     on_progress: Callable[[str], None] | None = None
     check_all: CheckAll | None = None
     before: Callable[[], None] | None = None
-    leave_out: frozenset[str] = frozenset()
+    asks_slow: bool = True
     measured: int = 0
     skipped: Counter[str] = field(default_factory=Counter)
     stale: set[str] = field(default_factory=set)
@@ -80,7 +82,7 @@ class Session:
         """These will be asked next: their candidates are compiled and gated now, many at a time."""
         if self.bench is None or self.check_all is None:
             return
-        new = [q for q in questions if q not in self._answers and (self.mode == "full" or not self.store.find(q))]
+        new = [q for q in questions if q not in self._answers and (self.mode == "full" or not self._known(q))]
         budget = self.budget.part(self.share)
         if not new or budget.left <= 0:
             return
@@ -97,6 +99,14 @@ class Session:
             [(q, name) for q in new for name in q.order[1:]], lambda: budget.left > 0
         )  # fmt: skip
 
+    def _known(self, question: Question) -> Found | None:
+        """What the store has, unless an earlier session left out what this one asks."""
+        found = self.store.find(question)
+        if found is None or found.record.skipped or self.bench is None or not self.asks_slow:
+            return found
+        left_out = slow_to_compile() - found.record.results.keys()
+        return None if left_out & set(question.order[1:]) else found
+
     def _prepare(self) -> None:
         if self.before is not None:
             begin, before, self.before = self.budget.clock(), self.before, None
@@ -104,7 +114,7 @@ class Session:
             self.budget.excuse(self.budget.clock() - begin)
 
     def _find(self, question: Question) -> Mapping[str, Measurement]:
-        found = self.store.find(question) if self.mode == "cached" or self.bench is None else None
+        found = self._known(question) if self.mode == "cached" or self.bench is None else None
         if found is not None:
             if found.stale:
                 self.stale.add(found.stale)
@@ -134,7 +144,7 @@ class Session:
             self.skipped[str(error)] += 1
             return {}
         for name in question.order:
-            if name in self.leave_out and name != question.order[0]:
+            if not self.asks_slow and name != question.order[0] and name in slow_to_compile():
                 continue
             if budget.left <= 0:
                 return self._keep(question, failed, {}, skipped=OUT_OF_TIME)
@@ -176,6 +186,12 @@ class Session:
         for reason, count in self.skipped.items():
             notes.append(f"{count} choices keep their default: {reason}; `pellucid tune` asks again")
         return (*notes, *self.store.notes)
+
+
+@cache
+def slow_to_compile() -> frozenset[str]:
+    """Names of backends whose first use takes minutes of nvcc."""
+    return frozenset(backend.name for backend in discover() if backend.needs_compiler == "nvcc")
 
 
 @dataclass(frozen=True, slots=True)

@@ -80,8 +80,7 @@ def tune_plan(
             if default.device == "cuda":
                 check_all = stack.enter_context(ProbePool(make_probe)).check_all
         session = Session(store, bench if measures else None, Budget(seconds, clock), mode, on_progress, check_all)
-        if seconds < SECONDS_FOR_NVCC:
-            session.leave_out = frozenset(backend.name for backend in discover() if backend.needs_compiler == "nvcc")
+        session.asks_slow = seconds >= SECONDS_FOR_NVCC
         if check_all is not None and default.decode_path == FUSED:
             session.before = partial(_compile_steps, traits, default, _limits(hardware), on_progress)
         tuned = tune(resolve, session, partial(_tiles, traits, hardware, session), partial(_asks, traits, session))
