@@ -139,7 +139,9 @@ def run_kernels(
             new = [q for q in questions if mode == "full" or store.find(q) is None]
             if on_progress is not None:
                 on_progress(f"gate of {sum(len(q.order) for q in new)} candidates")
-            with ProbePool(make) as pool:
+            pooled_make = partial(Probe, Workbench(traits, plan, keeps=False))
+            memory = min(gpu.memory_bytes for gpu in hardware.gpus)
+            with ProbePool(pooled_make, hardware.cpu.cores, memory) as pool:
                 gates.ahead(pool.check_all, [(q, name) for q in new for name in q.order], lambda: budget.left > 0)
         answers: dict[Question, Answer] = {}
         for question in sorted(questions, key=lambda q: q.bucket):

@@ -158,7 +158,7 @@ def load_worker(
         # Kernels are compiled beside the reading of weights.
         import torch
 
-        with CompileAhead(files.traits, plan, device_limits(torch.device(plan.device))) as ahead:
+        with CompileAhead(files.traits, plan, device_limits(torch.device(plan.device)), plan.threads) as ahead:
             runner = GPURunner(files.traits, tensors, plan, capture_layers, on_progress, before_steps=ahead.wait)
     else:
         runner = ModelRunner(files.traits, tensors, plan, capture_layers, on_progress)

@@ -39,20 +39,14 @@ FUSED_NORM_ROWS = 4
 class CalledAttention:
     """Another backend's attention in a fused step. `metadata` is what its decode is called with, in every layer."""
 
-    def __init__(self, backend: AttentionBackend, rows: int, page_table: torch.Tensor) -> None:
-        import torch
-
+    def __init__(self, backend: AttentionBackend, page_table: torch.Tensor, sequence: torch.Tensor) -> None:
         self.backend = backend
-        self._table = page_table.new_zeros(rows, page_table.shape[1])
-        self._row = torch.arange(rows, dtype=torch.int32, device=page_table.device)
-        self.metadata = AttentionMetadata(self._table, self._row, self._row, ())
+        self._rows = page_table, sequence
+        self.metadata = AttentionMetadata(page_table, sequence, sequence, ())
 
-    def begin(self, page_table: torch.Tensor, sequence: torch.Tensor, context: torch.Tensor) -> None:
-        """A step begins: every row's line of the page table, and what the backend may derive from it anew."""
-        import torch
-
-        torch.index_select(page_table, 0, sequence, out=self._table)
-        self.metadata = AttentionMetadata(self._table, self._row, context, ())
+    def begin(self, context: torch.Tensor) -> None:
+        """A step begins: what the backend derives from where rows look, it derives anew."""
+        self.metadata = AttentionMetadata(*self._rows, context, ())
 
 
 @dataclass(frozen=True, slots=True)

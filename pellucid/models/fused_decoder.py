@@ -96,7 +96,7 @@ class FusedDecoder:
             step.context,
         )  # fmt: skip
         if step.called is not None:
-            step.called.begin(step.page_table, step.sequence, step.context)
+            step.called.begin(step.context)
         for half in self._halves:
             half.add_to(step)
         self._finish(step, self._scratch[rows])
@@ -203,7 +203,9 @@ class FusedDecoder:
                 self._max_context,
                 self._limits,
                 self._tiles,
-                None if backend is None else CalledAttention(backend, rows, self._state.page_table),
+                None
+                if backend is None
+                else CalledAttention(backend, self._state.page_table, self._state.row_slots[:rows]),
             )
         return self._steps[rows]
 

@@ -27,14 +27,10 @@ NATIVE = "cpu_native"
 
 @dataclass(frozen=True, slots=True)
 class RunnerBackends:
-    """What one engine runs on: the layers' backends, and attention per phase and backend name.
-
-    `called`: names of those that fused decode steps call between their own kernels.
-    """
+    """What one engine runs on: the layers' backends, and attention per phase and backend name."""
 
     layers: LayerBackends
     attention: dict[tuple[Phase, str], AttentionBackend]
-    called: frozenset[str]
 
 
 def create_backends(plan: ExecutionPlan, context: KernelContext) -> RunnerBackends:
@@ -43,7 +39,11 @@ def create_backends(plan: ExecutionPlan, context: KernelContext) -> RunnerBacken
     Raises:
         PellucidError: a backend can't be built on this machine.
     """
-    attention, called = create_attention(plan, context)
+    attention: dict[tuple[Phase, str], AttentionBackend] = {}
+    phases: tuple[Phase, ...] = ("prefill", "decode")
+    for phase in phases:
+        for name in plan.backends(f"attention.{phase}"):
+            attention[phase, name] = _module("attention", name).create(context, phase)
     decided = [d.op for d in plan.decisions]
     # A weight has one prepared form, so the choice at the smallest bucket holds for all of them.
     linear = {op.removeprefix("linear."): plan.backend(op, 1) for op in decided if op.startswith("linear.")}
@@ -63,7 +63,7 @@ def create_backends(plan: ExecutionPlan, context: KernelContext) -> RunnerBacken
         expands_latent=any(backend.expands_latent for backend in attention.values()),
         route=choose,
     )
-    return RunnerBackends(layers, attention, called)
+    return RunnerBackends(layers, attention)
 
 
 def _create_moe(plan: ExecutionPlan, context: KernelContext) -> MoEBackend:
@@ -75,20 +75,10 @@ def _create_moe(plan: ExecutionPlan, context: KernelContext) -> MoEBackend:
     return MoEByBucket(backends, lambda tokens: plan.backend("moe", tokens))
 
 
-def create_attention(
-    plan: ExecutionPlan, context: KernelContext
-) -> tuple[dict[tuple[Phase, str], AttentionBackend], frozenset[str]]:
-    """`attention` and `called` of `RunnerBackends`."""
-    attention: dict[tuple[Phase, str], AttentionBackend] = {}
-    called = set()
-    phases: tuple[Phase, ...] = ("prefill", "decode")
-    for phase in phases:
-        for name in plan.backends(f"attention.{phase}"):
-            module = _module("attention", name)
-            attention[phase, name] = module.create(context, phase)
-            if module.TRAITS.fused_decode == "called":
-                called.add(name)
-    return attention, frozenset(called)
+def create_called(plan: ExecutionPlan, context: KernelContext) -> dict[str, AttentionBackend]:
+    """Attention backends, by name, that the plan's fused decode steps call between their own kernels."""
+    modules = {name: _module("attention", name) for name in plan.backends("attention.decode")}
+    return {name: m.create(context, "decode") for name, m in modules.items() if m.TRAITS.fused_decode == "called"}
 
 
 def _module(family: str, name: str) -> Any:

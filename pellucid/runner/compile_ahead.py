@@ -8,10 +8,12 @@ come to, or gets wrong, is compiled later as without it: nothing depends on it b
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import pickle
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -20,15 +22,26 @@ from types import TracebackType
 
 from pellucid.kernels.device import DeviceLimits
 from pellucid.selection.bucket import buckets_up_to
+from pellucid.selection.evidence import is_tile_op
 from pellucid.selection.plan import ExecutionPlan
 from pellucid.traits.model import ModelTraits
 from pellucid.utils.cache import cache_dir
+from pellucid.utils.process import child_environment, children_for
 
 MOST_CHILDREN = 12
 LONGEST_S = 120.0
 
 SAMPLED_ROWS = (1, 2, 16)
 """Prompts are sampled apart: of one row, of several, of a multiple of 16, which are compiled each."""
+
+
+REACH_KERNELS = frozenset({
+    "device", "dtype", "kv.dtype", "kv.layout", "kv.page_size", "max_num_seqs", "max_model_len", "attention.decode",
+    "moe",
+})  # fmt: skip
+"""Decisions that a kernel of a decode step is compiled for."""
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,20 +57,17 @@ class CompileJob:
 class CompileAhead:
     """Children at work; `wait` for them, or leave the context to end them."""
 
-    def __init__(
-        self, traits: ModelTraits, plan: ExecutionPlan, limits: DeviceLimits, cores: int | None = None
-    ) -> None:
+    def __init__(self, traits: ModelTraits, plan: ExecutionPlan, limits: DeviceLimits, cores: int) -> None:
         """Starts nothing where an engine of this plan has compiled everything here before."""
         self._mark = _mark(traits, plan, limits)
         self._children: list[subprocess.Popen[bytes]] = []
         if self._mark.exists():
             return
-        kinds = traits.moe_layers
         # A layer of each kind: others launch the same kernels.
-        shown = (kinds[:1] + kinds[-1:]) if len(set(kinds)) > 1 else kinds[:1]
+        shown = tuple(dict.fromkeys(traits.moe_layers))
         small = replace(traits, num_layers=len(shown), moe_layers=shown, mtp_layers=0)
         short = replace(plan, decisions=tuple(replace(d, rejected=(), measured=()) for d in plan.decisions))
-        for buckets in _shares(buckets_up_to(plan.max_num_seqs), _children(cores)):
+        for buckets in _shares(buckets_up_to(plan.max_num_seqs), children_for(cores, MOST_CHILDREN)):
             self._children.append(_start(CompileJob(small, short, limits, buckets)))
 
     def __enter__(self) -> CompileAhead:
@@ -72,21 +82,21 @@ class CompileAhead:
 
     def wait(self) -> None:
         """Until all have ended, or `LONGEST_S`. If all did their work, the next engine of this plan starts none."""
-        codes = []
+        deadline, failed = time.monotonic() + LONGEST_S, []
         for child in self._children:
             try:
-                codes.append(child.wait(LONGEST_S))
+                child.wait(max(0.0, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
                 child.kill()
-                codes.append(child.wait())
-        if codes and not any(codes):
+                child.wait()
+            if child.returncode:
+                failed.append(child.returncode)
+        if failed:
+            logger.debug("%d of %d processes that compile kernels failed: %s", len(failed), len(self._children), failed)
+        elif self._children:
             with suppress(OSError):
                 self._mark.parent.mkdir(parents=True, exist_ok=True)
                 self._mark.touch()
-
-
-def _children(cores: int | None) -> int:
-    return max(1, min(MOST_CHILDREN, (len(os.sched_getaffinity(0)) if cores is None else cores) - 1))
 
 
 def _shares(buckets: Sequence[int], count: int) -> list[tuple[int, ...]]:
@@ -95,13 +105,12 @@ def _shares(buckets: Sequence[int], count: int) -> list[tuple[int, ...]]:
 
 
 def _start(job: CompileJob) -> subprocess.Popen[bytes]:
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
     child = subprocess.Popen(
         [sys.executable, "-m", "pellucid.runner.compile_child"],
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
-        env=environment,
+        env=child_environment(OMP_NUM_THREADS="1"),
     )
     assert child.stdin is not None
     with suppress(BrokenPipeError), child.stdin:
@@ -118,7 +127,8 @@ def _mark(traits: ModelTraits, plan: ExecutionPlan, limits: DeviceLimits) -> Pat
     for folder in ("kernels/triton", "layers", "models"):
         for path in sorted((package / folder).glob("*.py")):
             kernels.update(path.read_bytes())
-    choices = [(d.key, d.value) for d in plan.decisions if d.op not in ("seed", "threads", "load_format")]
-    where = os.environ.get("TRITON_CACHE_DIR", str(Path.home() / ".triton" / "cache"))
+    choices = [(d.key, d.value) for d in plan.decisions if d.op in REACH_KERNELS or is_tile_op(d.op)]
+    home = os.environ.get("TRITON_HOME", os.path.expanduser("~"))  # noqa: PTH111 (no error where there is no home)
+    where = os.environ.get("TRITON_CACHE_DIR", os.path.join(home, ".triton", "cache"))  # noqa: PTH118
     parts = (kernels.hexdigest(), version("triton"), version("torch"), where, limits, traits, choices)
     return cache_dir("compiled", hashlib.sha256(repr(parts).encode()).hexdigest()[:16])

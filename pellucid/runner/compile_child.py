@@ -11,12 +11,16 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from pellucid.runner.compile_ahead import SAMPLED_ROWS, CompileJob
+from pellucid.utils.process import end_with_parent
 
 if TYPE_CHECKING:
     import torch
 
+    from pellucid.attention.base import AttentionBackend
+
 
 def main() -> None:
+    end_with_parent()
     job: CompileJob = pickle.load(sys.stdin.buffer)
     compile_steps(job)
 
@@ -40,6 +44,7 @@ def compile_steps(job: CompileJob, device: str = "meta") -> None:
     from pellucid.quantization.weight import dtype_of
     from pellucid.runner.device_state import DeviceState
     from pellucid.selection.bucket import bucket
+    from pellucid.selection.registry import discover
 
     _only_compile(job.limits.sm)
     traits, plan, where = job.traits, job.plan, torch.device(device)
@@ -59,12 +64,32 @@ def compile_steps(job: CompileJob, device: str = "meta") -> None:
 
     ring = TokenRing(empty(8, most), empty(1, dtype=torch.int64))
     tiles = plan_tiles(plan)
-    fused = FusedDecoder(decoder, pool, state, ring, plan.max_model_len, job.limits, tiles)
+    called = {backend.name for backend in discover() if backend.op == "attention" and backend.fused_decode == "called"}
+
+    def called_attention(rows: int) -> AttentionBackend | None:
+        return ElsewhereCompiled() if plan.backend("attention.decode", rows) in called else None
+
+    fused = FusedDecoder(decoder, pool, state, ring, plan.max_model_len, job.limits, tiles, called_attention)
     with torch.inference_mode():
         for rows in job.buckets:
             fused.step(rows)
             if rows in {min(sampled, most) for sampled in SAMPLED_ROWS}:
                 fused.sample(empty(rows, traits.vocab_size, dtype=torch.float32), empty(rows))
+
+
+class ElsewhereCompiled:
+    """In place of another project's attention: outputs of its shapes. Implements `AttentionBackend`."""
+
+    expands_latent = False
+
+    def gqa(self, q: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        return q.new_empty(q.shape)
+
+    def mla(self, q: torch.Tensor, *_: Any, kv_lora_rank: int, **__: Any) -> torch.Tensor:
+        return q.new_empty(*q.shape[:2], kv_lora_rank)
+
+    def mla_expanded(self, q: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        raise NotImplementedError("decode only")
 
 
 def _only_compile(sm: int) -> None:

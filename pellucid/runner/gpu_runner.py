@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from pellucid.attention.base import AttentionBackend
 from pellucid.core import PellucidError, Request
 from pellucid.kernels.device import device_limits
 from pellucid.kvcache.pool import KVPool
@@ -22,7 +21,7 @@ from pellucid.layers.step_tiles import plan_tiles
 from pellucid.models.decoder import Decoder
 from pellucid.models.fused_decoder import FusedDecoder, TokenRing
 from pellucid.models.weights import ProgressCallback
-from pellucid.runner.backends import create_attention
+from pellucid.runner.backends import create_called
 from pellucid.runner.base import StepResult
 from pellucid.runner.compile_ahead import SAMPLED_ROWS
 from pellucid.runner.cuda_graphs import CudaGraphs
@@ -118,13 +117,8 @@ class GPURunner:
 
     def fused_under(self, plan: ExecutionPlan) -> FusedDecoder:
         """A fused decoder over these weights and this state, with the attention and the tiles of `plan`."""
-        attention, called = create_attention(plan, self._layered.context)
-
-        def called_attention(rows: int) -> AttentionBackend | None:
-            name = plan.backend("attention.decode", rows)
-            return attention["decode", name] if name in called else None
-
-        return self._make_fused(plan_tiles(plan), called_attention)
+        called = create_called(plan, self._layered.context)
+        return self._make_fused(plan_tiles(plan), lambda rows: called.get(plan.backend("attention.decode", rows)))
 
     @property
     def model(self) -> Decoder:

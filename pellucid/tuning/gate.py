@@ -6,7 +6,6 @@ right, with the reason, and never an outage here.
 
 from __future__ import annotations
 
-import os
 import signal
 import socket
 import subprocess
@@ -19,6 +18,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol
 
 from pellucid.tuning.measure import CannotMeasureError, Question, TrialFailedError
+from pellucid.utils.process import child_environment
 
 if TYPE_CHECKING:
     import torch
@@ -150,6 +150,11 @@ class Probe:
         if self._connection is None:
             self._connection = self._start()
 
+    def kill(self) -> None:
+        """From another thread: whoever waits for an answer hears that the child crashed."""
+        if self._process is not None:
+            self._process.kill()
+
     def check(self, question: Question, candidate: str) -> str:
         first = bool(question.order) and candidate == question.order[0]
         longest = max(self._check_deadline_s, self._default_deadline_s if first else 0.0)
@@ -161,7 +166,13 @@ class Probe:
     def _ask(self, what: str, question: Question, candidate: str, deadline: float) -> Any:
         self.start()
         assert self._connection is not None
-        self._connection.send((what, question, candidate))
+        try:
+            self._connection.send((what, question, candidate))
+        except OSError:
+            # It died since its last answer.
+            self._stop()
+            self.start()
+            self._connection.send((what, question, candidate))
         kind, value = self._receive(self._connection, deadline)
         if kind == "no room":
             # What the child holds by now may be what is missing.
@@ -182,8 +193,7 @@ class Probe:
                 stdin=subprocess.DEVNULL,
                 stdout=self._stderr,
                 stderr=self._stderr,
-                # What this process imports, the child must find: it may have been started elsewhere.
-                env={**os.environ, **(self._environment or {}), "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+                env=child_environment(**(self._environment or {})),
             )
         connection = Connection(ours.detach())
         connection.send(self._bench)

@@ -5,28 +5,32 @@ Made by `tuning.start`, asked by `tuning.session` before it measures. Nothing is
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from queue import Empty, SimpleQueue
+from threading import Event
 from types import TracebackType
 
 from pellucid.tuning.gate import Probe, gate
 from pellucid.tuning.measure import CannotMeasureError, Question
+from pellucid.utils.process import children_for
 
 MOST = 12
-"""Children; each has a CUDA context of half a gigabyte."""
+BYTES_EACH = 8 << 30
+"""Of the device's memory for each child: its context and what it imports take a gigabyte, while steps are timed too."""
 
 Pair = tuple[Question, str]
 
 
 class ProbePool:
-    """`check_all` gives verdicts as `gate` does; children start when they are first needed."""
+    """`check_all` gives verdicts as `gate` does; children start when they are first needed.
 
-    def __init__(self, make: Callable[[], Probe], cores: int | None = None) -> None:
-        count = len(os.sched_getaffinity(0)) if cores is None else cores
-        self._probes = [make() for _ in range(max(1, min(MOST, count - 1)))]
+    `cores` and `memory`, the device's bytes, bound how many there are.
+    """
+
+    def __init__(self, make: Callable[[], Probe], cores: int, memory: int) -> None:
+        self._probes = [make() for _ in range(children_for(cores, max(1, min(MOST, memory // BYTES_EACH))))]
         self._stack = ExitStack()
 
     def __enter__(self) -> ProbePool:
@@ -45,9 +49,10 @@ class ProbePool:
         for pair in pairs:
             waiting.put(pair)
         verdicts: dict[Pair, str] = {}
+        stopped = Event()
 
         def work(probe: Probe) -> None:
-            while go_on():
+            while not stopped.is_set() and go_on():
                 try:
                     question, candidate = waiting.get_nowait()
                 except Empty:
@@ -59,6 +64,14 @@ class ProbePool:
 
         probes = self._probes[: len(pairs)]
         with ThreadPoolExecutor(max(1, len(probes))) as threads:
-            for done in [threads.submit(work, probe) for probe in probes]:
-                done.result()
+            working = [threads.submit(work, probe) for probe in probes]
+            try:
+                for done in working:
+                    done.result()
+            except BaseException:
+                # Ctrl-C, above all: nobody waits for the candidates that are left.
+                stopped.set()
+                for probe in probes:
+                    probe.kill()
+                raise
         return verdicts

@@ -5,23 +5,18 @@ It ends when the other end of the socket is gone, also while a candidate hangs.
 
 from __future__ import annotations
 
-import os
 import sys
-import threading
-import time
 from multiprocessing.connection import Connection
 from typing import Any
 
 from pellucid.tuning.gate import Bench
 from pellucid.tuning.measure import TrialFailedError
-
-WATCH_INTERVAL_S = 1.0
+from pellucid.utils.process import end_with_parent
 
 
 def main() -> None:
     """Raises nothing: what a candidate raises is an answer."""
-    parent = os.getppid()
-    threading.Thread(target=_outlive_nobody, args=(parent,), name="parent-watch", daemon=True).start()
+    end_with_parent()
     with Connection(int(sys.argv[1])) as connection:
         try:
             bench: Bench = connection.recv()
@@ -60,12 +55,6 @@ def _device_is_lost() -> bool:
     except RuntimeError:
         return True
     return False
-
-
-def _outlive_nobody(parent: int) -> None:
-    while os.getppid() == parent:
-        time.sleep(WATCH_INTERVAL_S)
-    os._exit(1)
 
 
 if __name__ == "__main__":

@@ -73,16 +73,18 @@ def tune_plan(
             # A candidate that hangs may take no more than this; a kernel is compiled in less.
             deadline = max(20.0, min(300.0, seconds / 4))
 
-            def make_probe() -> Probe:
-                return Probe(Workbench(traits, default, tensors), check_deadline_s=deadline)
+            def make_probe(keeps: bool = True) -> Probe:
+                return Probe(Workbench(traits, default, tensors, keeps), check_deadline_s=deadline)
 
             bench = stack.enter_context(make_probe())
             if default.device == "cuda":
-                check_all = stack.enter_context(ProbePool(make_probe)).check_all
+                memory = min(gpu.memory_bytes for gpu in hardware.gpus)
+                pool = ProbePool(partial(make_probe, keeps=False), hardware.cpu.cores, memory)
+                check_all = stack.enter_context(pool).check_all
         session = Session(store, bench if measures else None, Budget(seconds, clock), mode, on_progress, check_all)
         session.asks_slow = seconds >= SECONDS_FOR_NVCC
         if check_all is not None and default.decode_path == FUSED:
-            session.before = partial(_compile_steps, traits, default, _limits(hardware), on_progress)
+            session.before = partial(_compile_steps, traits, default, hardware, on_progress)
         tuned = tune(resolve, session, partial(_tiles, traits, hardware, session), partial(_asks, traits, session))
         if session.measured:
             compiled = f", besides {session.budget.excused:.0f} s for kernels that the engine needs too"
@@ -95,12 +97,12 @@ def tune_plan(
 
 
 def _compile_steps(
-    traits: ModelTraits, plan: ExecutionPlan, limits: DeviceLimits, on_progress: Callable[[str], None] | None
+    traits: ModelTraits, plan: ExecutionPlan, hardware: Hardware, on_progress: Callable[[str], None] | None
 ) -> None:
     """The engine needs these kernels too, and several processes have them sooner than one."""
     if on_progress is not None:
         on_progress("the kernels of the default's steps are compiled")
-    with CompileAhead(traits, plan, limits) as ahead:
+    with CompileAhead(traits, plan, _limits(hardware), hardware.cpu.cores) as ahead:
         ahead.wait()
 
 

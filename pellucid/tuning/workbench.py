@@ -16,10 +16,14 @@ from pellucid.tuning.timing import Timer
 class Workbench:
     """Implements `gate.Bench`. `plan` is that of the fixed order; `tensors` those of the checkpoint, if there is one.
 
-    It keeps what the last question needs, and nothing of those before: a card holds one layer of it at a time.
+    It keeps what the last question needs, and nothing of those before: a card holds one layer of it at a time. Without
+    `keeps`, nothing outlasts a check: many beside each other hold little.
     """
 
-    def __init__(self, traits: ModelTraits, plan: ExecutionPlan, tensors: TensorIndex | None = None) -> None:
+    def __init__(
+        self, traits: ModelTraits, plan: ExecutionPlan, tensors: TensorIndex | None = None, keeps: bool = True
+    ) -> None:
+        self._keeps = keeps
         self._traits, self._plan, self._tensors = traits, plan, tensors
         self._question: Question | None = None
         self._problem: Any = None
@@ -45,6 +49,8 @@ class Workbench:
             )
         if self._plan.device == "cuda":
             torch.cuda.synchronize()
+        if not self._keeps:
+            self._forget()
         return wrong
 
     def sample(self, question: Question, candidate: str) -> float:
@@ -61,14 +67,18 @@ class Workbench:
     def _whole(self, question: Question) -> bool:
         return question.op.startswith("step.") or is_tile_op(question.op)
 
-    def _turn_to(self, question: Question) -> None:
-        if question == self._question:
-            return
-        self._timers, self._problem, self._question = {}, None, question
+    def _forget(self) -> None:
+        self._timers, self._problem, self._question = {}, None, None
         if self._plan.device == "cuda":
             import torch
 
             torch.cuda.empty_cache()
+
+    def _turn_to(self, question: Question) -> None:
+        if question == self._question:
+            return
+        self._forget()
+        self._question = question
         if self._whole(question):
             if self._steps is None:
                 from pellucid.tuning.steps import Steps

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 
+import pytest
+
 from pellucid.tuning.gate import Probe
 from pellucid.tuning.measure import Question
 from pellucid.tuning.pool import ProbePool
@@ -14,7 +16,7 @@ QUESTION = Question("op", 1, ("none", *NAMES))
 
 
 def pool(cores: int) -> ProbePool:
-    return ProbePool(lambda: Probe(Misbehaving(), check_deadline_s=0.5, default_deadline_s=0.5), cores)
+    return ProbePool(lambda: Probe(Misbehaving(), check_deadline_s=0.5, default_deadline_s=0.5), cores, 1 << 40)
 
 
 def test_every_candidate_has_its_own_verdict_and_one_without_room_has_none():
@@ -42,3 +44,38 @@ def test_nothing_is_begun_when_time_is_up():
     with pool(2) as several:
         assert several.check_all([(QUESTION, "fast")], lambda: False) == {}
         assert several.check_all([], lambda: True) == {}
+
+
+def test_memory_and_cores_bound_the_children():
+    def count(cores: int, memory: int) -> int:
+        return len(ProbePool(lambda: Probe(Misbehaving()), cores, memory)._probes)
+
+    assert count(64, 1 << 40) == 12
+    assert count(4, 1 << 40) == 3
+    assert count(64, 24 << 30) == 3
+    assert count(1, 1) == 1
+
+
+def test_a_child_that_died_while_nobody_asked_is_replaced():
+    with pool(2) as several:
+        several.check_all([(QUESTION, "fast")], lambda: True)
+        (probe,) = several._probes
+        assert probe._process is not None
+        probe._process.kill()
+        probe._process.wait()
+        assert several.check_all([(QUESTION, "slow")], lambda: True) == {(QUESTION, "slow"): ""}
+
+
+def test_ctrl_c_ends_it_whatever_candidates_are_left(monkeypatch):
+    from concurrent.futures import Future
+
+    def interrupted(self, timeout=None):
+        time.sleep(0.3)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Future, "result", interrupted)
+    patient = ProbePool(lambda: Probe(Misbehaving(), check_deadline_s=30, default_deadline_s=30), 2, 1 << 40)
+    begin = time.monotonic()
+    with patient as several, pytest.raises(KeyboardInterrupt):
+        several.check_all([(QUESTION, "hangs")] * 5, lambda: True)
+    assert time.monotonic() - begin < 10

@@ -312,7 +312,8 @@ def combine_project(
 ) -> None:
     """Merges the splits and projects each head's latent output to its values.
 
-    partial fp32 [rows, splits, heads, kv_lora_rank] and lse fp32 [rows, splits, heads] of `split_decode`, contiguous;
+    partial [rows, splits, heads, kv_lora_rank], fp32 of `split_decode` or of 16 bits, and lse fp32 [rows, splits,
+    heads], contiguous;
     value_up [heads, v, kv_lora_rank]; out [rows, heads * v] with any row stride. A row without keys gives zeros.
     """
     rows, splits, heads, rank = partial.shape
