@@ -12,23 +12,22 @@ from typing import Any
 from pellucid.bench.provenance import provenance
 from pellucid.core import PellucidError
 from pellucid.layers.step_tiles import LIBRARY
+from pellucid.selection.bucket import bucket as bucket_of
 from pellucid.selection.decode_path import FUSED
-from pellucid.selection.evidence import Measurement, is_tile_op
+from pellucid.selection.evidence import STEP_TIE_SHARE, Measurement, is_tile_op
 from pellucid.selection.plan import ExecutionPlan
 from pellucid.traits.model import ModelTraits
 from pellucid.traits.tensors import TensorIndex
 from pellucid.tuning.measure import Budget, Question, compare
 from pellucid.tuning.problems import REFERENCE
 from pellucid.tuning.projections import MAX_ROWS, projections_of
-from pellucid.tuning.step_choices import apply_choices
+from pellucid.tuning.step_choices import Given, apply_choices, differences
 from pellucid.tuning.steps import Steps
 from pellucid.tuning.timing import Timer
 
 MEASURED, DEFAULT = "the measured plan", "the default"
 SECONDS = 60
 """Most that one bucket may take; it is a few."""
-
-Given = tuple[tuple[str, str], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,17 +56,10 @@ def rivals(default: ExecutionPlan, traits: ModelTraits, phase: str, bucket: int)
         yield f"{LIBRARY} for projections", tuple((f"{shape.op}@{bucket}", LIBRARY) for shape in shapes)
 
 
-def differences(measured: ExecutionPlan, default: ExecutionPlan, phase: str, bucket: int) -> Given:
+def measured_choices(measured: ExecutionPlan, default: ExecutionPlan, phase: str, bucket: int) -> Given:
     """What the measured plan has at this bucket of a phase, besides the default's choices."""
-    op = f"attention.{phase}"
-    found = [(d.op, str(d.value)) for d in measured.decisions
-             if d.bucket is None and d.value != default.decision(d.op).value]  # fmt: skip
-    mine = measured.decision(op, bucket)
-    if mine.value != default.decision(op, bucket).value:
-        found.append((mine.key, str(mine.value)))
-    if phase == "decode":
-        found += [(d.key, str(d.value)) for d in measured.decisions if is_tile_op(d.op) and d.bucket == bucket]
-    return tuple(found)
+    tiles = [(d.key, str(d.value)) for d in measured.decisions if is_tile_op(d.op) and d.bucket == bucket]
+    return (*differences(measured, default, f"step.{phase}", bucket), *(tiles if phase == "decode" else ()))
 
 
 def compare_plans(
@@ -80,19 +72,26 @@ def compare_plans(
 ) -> dict[str, Any]:
     """Times every plan at `buckets` of each phase ("decode", "prefill"): a record for `results/`.
 
+    Sizes are rounded up to their buckets.
+
     Raises:
-        PellucidError: the plans differ in what all buckets share, so that they have no steps in common.
+        PellucidError: a size is beyond the plan's, or the plans differ in what all buckets share, so that they have no
+            steps in common.
     """
+    for phase, most, flag in (("decode", default.max_num_seqs, "--max-num-seqs"),
+                              ("prefill", default.max_num_batched_tokens, "--max-num-batched-tokens")):  # fmt: skip
+        if max(buckets.get(phase, (0,)), default=0) > most:
+            raise PellucidError(f"{phase} steps of {max(buckets[phase])} rows: the plan has {most} at most ({flag})")
     moved = [d.op for d in measured.decisions if d.bucket is None and d.value != default.decision(d.op).value]
     if moved:
         raise PellucidError(f"the measured plan has another {', '.join(moved)}: its steps can't be compared one by one")
     steps = Steps(traits, default, tensors)
     lines = []
     for phase, sizes in buckets.items():
-        for bucket in sizes:
+        for bucket in dict.fromkeys(map(bucket_of, sizes)):
             plans = {
                 DEFAULT: (),
-                MEASURED: differences(measured, default, phase, bucket),
+                MEASURED: measured_choices(measured, default, phase, bucket),
                 **dict(rivals(default, traits, phase, bucket)),
             }
             line = {"phase": phase, "bucket": bucket, **_bucket(steps, default, phase, bucket, plans)}
@@ -112,11 +111,14 @@ def _bucket(
         for name, given in plans.items():
             plan = apply_choices(default, given)
             trials.append(PlanTrial(name, steps.timer_under(plan, question)))
-        results = compare(trials, Budget(SECONDS)).results
+        results = compare(trials, Budget(SECONDS), STEP_TIE_SHARE).results
+    has = dict(plans[MEASURED])
+    if not {DEFAULT, MEASURED} <= results.keys():
+        return {"measured_has": has, "times": {}, "behind": None}
     mine = results[MEASURED]
     times = {name: {"us": round(m.seconds * 1e6, 2), "error_us": round(m.error * 1e6, 2),
                     "measured_is": round(mine.seconds / m.seconds, 4)} for name, m in results.items()}  # fmt: skip
-    return {"measured_has": dict(plans[MEASURED]), "times": times, "behind": _behind(results)}
+    return {"measured_has": has, "times": times, "behind": _behind(results)}
 
 
 def _behind(results: Mapping[str, Measurement]) -> float:
@@ -126,5 +128,7 @@ def _behind(results: Mapping[str, Measurement]) -> float:
 
 
 def _told(line: Mapping[str, Any]) -> str:
+    if line["behind"] is None:
+        return f"{line['phase']}@{line['bucket']}: not timed within {SECONDS} s"
     times = ", ".join(f"{name} {one['us']:.1f} ± {one['error_us']:.1f} us" for name, one in line["times"].items())
     return f"{line['phase']}@{line['bucket']}: {times}; behind the fastest by {line['behind']:.1%}"

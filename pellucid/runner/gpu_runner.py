@@ -207,6 +207,10 @@ class GPURunner:
         shared = torch.arange(rows * pages, device=self.device) % self.plan.num_kv_pages + 1
         state.page_table[:rows, :pages] = shared.view(rows, pages).to(torch.int32)
 
+    def next_tokens(self, rows: int) -> torch.Tensor:
+        """int32 [rows]: what the last step chose for the slots that `fill_state` made."""
+        return self._state.tokens[:rows]
+
     def _live(self, rows: Sequence[ScheduledSequence]) -> list[tuple[ScheduledSequence, SamplingState]]:
         return [(row, state) for row in rows if (state := self._layered.state(row.request_id)) is not None]
 

@@ -36,7 +36,7 @@ def is_tile_op(op: str) -> bool:
 
 def tie_share(op: str) -> float:
     """The share for figures of an op."""
-    return STEP_TIE_SHARE if is_tile_op(op) else TIE_SHARE
+    return STEP_TIE_SHARE if is_tile_op(op) or op.startswith("step.") else TIE_SHARE
 
 
 Evidence = Mapping[tuple[str, int, str], Measurement]

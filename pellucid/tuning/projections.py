@@ -7,7 +7,6 @@ because launches overlap there: alone they are only sorted out, and the time of 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import chain
 from typing import TYPE_CHECKING
 
 from pellucid.kernels.device import DeviceLimits
@@ -18,14 +17,12 @@ from pellucid.selection.plan import Decision, ExecutionPlan, Measured, Rejection
 from pellucid.traits.misfit import Misfit
 from pellucid.traits.model import ModelTraits
 from pellucid.tuning.measure import Question
-from pellucid.tuning.step_choices import Tiles, traits_of
+from pellucid.tuning.step_choices import Given, Tiles, traits_of
+from pellucid.tuning.store import APART
 
 if TYPE_CHECKING:
     from pellucid.kernels.triton.linear import LinearTile
     from pellucid.kernels.triton.rows_linear import RowsTile
-
-APART = "apart."
-"""Prefix of the op of a projection that is timed alone."""
 
 APART_SHARE = 0.10
 """Alone within this of the best, a tile may be the best in a step."""
@@ -93,38 +90,46 @@ def tile_candidates(projection: Projection, rows: int, limits: DeviceLimits) -> 
     return tuple(dict.fromkeys(tile_name(one) for one in found))
 
 
-def measure_projections(
+def measure_tiles(
     plan: ExecutionPlan,
     traits: ModelTraits,
     candidates: Candidates,
     answer: Answer,
     gate_ahead: Callable[[Sequence[Question]], None] = lambda _: None,
     others: Others = lambda _: (),
+    beside: Callable[[int], Given] = lambda _: (),
 ) -> Tiles:
     """Coordinate descent, bucket by bucket: each launch's tile by the step's time, the chosen ones in force.
 
-    `gate_ahead` hears of the questions that a bucket is about to ask alone. `others`: ops of a step that are no
-    projections, with their candidates.
+    Projections of all buckets come before `others`, ops of a step that are none, with their candidates: they gain
+    most. `gate_ahead` hears of the questions that a bucket is about to ask alone. `beside`: in what steps of so many
+    rows differ from the default's already.
     """
     found: list[tuple[Question, Mapping[str, Measurement]]] = []
     about = traits_of(plan, "step")
-    for rows in sorted((b for b in buckets_up_to(plan.max_num_seqs) if b <= MAX_ROWS), key=_turn):
-        given: list[tuple[str, str]] = []
-        found_names = [(projection, tuple(candidates(projection, rows))) for projection in projections_of(traits, rows)]
-        apart = [(p, Question(APART + p.op, rows, names, about)) for p, names in found_names if len(names) > 1]
-        gate_ahead([question for _, question in apart])
-        promising = ((projection.op, _promising(alone.order, answer(alone))) for projection, alone in apart)
-        for op, order in chain(promising, others(rows)):
-            if len(order) < 2:
-                continue
-            question = Question(op, rows, tuple(order), about, tuple(given))
-            results = answer(question)
-            chosen = winner(order, results)
-            if chosen is None:
-                continue
+    buckets = sorted((b for b in buckets_up_to(plan.max_num_seqs) if b <= MAX_ROWS), key=_turn)
+    given: dict[int, list[tuple[str, str]]] = {rows: list(beside(rows)) for rows in buckets}
+
+    def decide(op: str, rows: int, order: Sequence[str]) -> None:
+        if len(order) < 2:
+            return
+        question = Question(op, rows, tuple(order), about, tuple(given[rows]))
+        results = answer(question)
+        chosen = winner(order, results)
+        if chosen is not None:
             found.append((question, results))
             if chosen != order[0]:
-                given.append((f"{op}@{rows}", chosen))
+                given[rows].append((f"{op}@{rows}", chosen))
+
+    for rows in buckets:
+        named = [(projection, tuple(candidates(projection, rows))) for projection in projections_of(traits, rows)]
+        apart = [(p.op, Question(APART + p.op, rows, names, about)) for p, names in named if len(names) > 1]
+        gate_ahead([question for _, question in apart])
+        for op, alone in apart:
+            decide(op, rows, _promising(alone.order, answer(alone)))
+    for rows in buckets:
+        for op, order in others(rows):
+            decide(op, rows, order)
     return Tiles(tuple(found))
 
 

@@ -14,7 +14,7 @@ from functools import cache
 from typing import Literal
 
 from pellucid.selection.decode_path import FUSED
-from pellucid.selection.evidence import Evidence, Measurement, fastest, tie_share
+from pellucid.selection.evidence import STEP_TIE_SHARE, Evidence, Measurement, fastest, tie_share
 from pellucid.selection.plan import ExecutionPlan
 from pellucid.selection.registry import discover
 from pellucid.tuning.gate import Bench, GatedTrial, gate
@@ -298,7 +298,7 @@ def _confirmed(results: Mapping[str, Measurement]) -> bool:
     if DEFAULT in results and not results[DEFAULT].right:
         return MEASURED not in results or results[MEASURED].right
     return all(name in results and results[name].right for name in (DEFAULT, MEASURED)) and (
-        fastest((MEASURED, DEFAULT), results) == MEASURED
+        fastest((MEASURED, DEFAULT), results, STEP_TIE_SHARE) == MEASURED
     )
 
 

@@ -23,10 +23,10 @@ from pellucid.tuning.kernel_tiles import TILE_OPS, other_candidates
 from pellucid.tuning.measure import Budget, Question
 from pellucid.tuning.pool import ProbePool
 from pellucid.tuning.problems import REFERENCE, drawable
-from pellucid.tuning.projections import APART, measure_projections, tile_candidates
+from pellucid.tuning.projections import measure_tiles, tile_candidates
 from pellucid.tuning.session import CheckAll, Mode, Resolve, Session, Tuned, tune
-from pellucid.tuning.step_choices import Tiles, traits_of
-from pellucid.tuning.store import EvidenceStore
+from pellucid.tuning.step_choices import Given, Tiles, differences, traits_of
+from pellucid.tuning.store import APART, EvidenceStore
 from pellucid.tuning.workbench import Workbench
 
 DEFAULT_SECONDS = 12
@@ -85,7 +85,9 @@ def tune_plan(
         session.asks_slow = seconds >= SECONDS_FOR_NVCC
         if check_all is not None and default.decode_path == FUSED:
             session.before = partial(_compile_steps, traits, default, hardware, on_progress)
-        tuned = tune(resolve, session, partial(_tiles, traits, hardware, session), partial(_asks, traits, session))
+        tuned = tune(
+            resolve, session, partial(_tiles, traits, hardware, session, default), partial(_asks, traits, session)
+        )
         if session.measured:
             compiled = f", besides {session.budget.excused:.0f} s for kernels that the engine needs too"
             done = (
@@ -118,7 +120,9 @@ def _asks(traits: ModelTraits, session: Session, question: Question) -> bool:
     return worth and drawable(question, traits)
 
 
-def _tiles(traits: ModelTraits, hardware: Hardware, session: Session, plan: ExecutionPlan) -> Tiles:
+def _tiles(
+    traits: ModelTraits, hardware: Hardware, session: Session, default: ExecutionPlan, plan: ExecutionPlan
+) -> Tiles:
     """Measured tiles of a plan with a fused decode path; none of another."""
     if plan.decode_path != FUSED:
         return Tiles()
@@ -130,6 +134,9 @@ def _tiles(traits: ModelTraits, hardware: Hardware, session: Session, plan: Exec
         # Without torch and triton, which a process that measures nothing need not import.
         return session.store.known_order(APART + projection.op, rows, traits_of(plan, "step"))
 
+    def beside(rows: int) -> Given:
+        return differences(plan, default, "step.decode", rows)
+
     inside = {backend.name for backend in discover() if backend.fused_decode == "inside"}
 
     def others(rows: int) -> Iterator[tuple[str, Sequence[str]]]:
@@ -140,4 +147,4 @@ def _tiles(traits: ModelTraits, hardware: Hardware, session: Session, plan: Exec
         own = plan.backend("attention.decode", rows) in inside
         yield from ((op, names) for op, names in found if own or op not in (MLA_DECODE, GQA_DECODE))
 
-    return measure_projections(plan, traits, candidates, session.answer, session.gate_ahead, others)
+    return measure_tiles(plan, traits, candidates, session.answer, session.gate_ahead, others, beside)

@@ -17,6 +17,9 @@ ONE_FORM = ("moe", "linear")
 DEFAULT, MEASURED = "default", "measured"
 """The candidates of a step: the plan of the fixed order, and the plan of the figures."""
 
+Given = Sequence[tuple[str, str]]
+"""Choices: an op (for every bucket) or `op@bucket`, and a name."""
+
 STEP_OPS = {"step.decode": ("attention.decode", *ONE_FORM), "step.prefill": ("attention.prefill", *ONE_FORM)}
 
 
@@ -65,28 +68,32 @@ def share_weights(op: str, names: Iterable[str]) -> bool:
 
 def steps(plan: ExecutionPlan, default: ExecutionPlan, tiles: Tiles) -> Iterable[Question]:
     """One question for each kind of step in which `plan` and `tiles` differ from `default`."""
-    everywhere = tuple(
-        (d.op, str(d.value)) for d in plan.decisions
-        if d.bucket is None and d.value != default.decision(d.op).value
-    )  # fmt: skip
     for step, families in STEP_OPS.items():
         buckets = plan.buckets(families[0])
         for bucket in sorted({*buckets, *(tiles.buckets() if step == "step.decode" else ())}):
-            given = list(everywhere)
-            for one in plan.decisions:
-                if one.bucket != bucket or not concerns(one.op, families):
-                    continue
-                if one.value != default.decision(one.op, bucket).value:
-                    both = {str(one.value), str(default.decision(one.op, bucket).value)}
-                    whole = one.op.partition(".")[0] in ONE_FORM and not share_weights(one.op, both)
-                    given.append((one.op if whole else one.key, str(one.value)))
+            given = list(differences(plan, default, step, bucket))
             if step == "step.decode":
                 given += [(f"{op}@{bucket}", name) for op, name in tiles.choices(bucket)]
             if given:
                 yield Question(step, bucket, (DEFAULT, MEASURED), traits_of(default, "step"), tuple(given))
 
 
-def apply_choices(plan: ExecutionPlan, given: Sequence[tuple[str, str]]) -> ExecutionPlan:
+def differences(plan: ExecutionPlan, default: ExecutionPlan, step: str, bucket: int) -> Given:
+    """In what a kind of step at a bucket is another under `plan`, tiles aside: as `apply_choices` takes it."""
+    given = [(d.op, str(d.value)) for d in plan.decisions
+             if d.bucket is None and d.value != default.decision(d.op).value]  # fmt: skip
+    for one in plan.decisions:
+        if one.bucket != bucket or is_tile_op(one.op) or not concerns(one.op, STEP_OPS[step]):
+            continue
+        other = default.decision(one.op, bucket).value
+        if one.value != other:
+            together = share_weights(one.op, {str(one.value), str(other)})
+            whole = one.op.partition(".")[0] in ONE_FORM and not together
+            given.append((one.op if whole else one.key, str(one.value)))
+    return tuple(given)
+
+
+def apply_choices(plan: ExecutionPlan, given: Given) -> ExecutionPlan:
     """The plan with the choices of a step in force: `moe` for every bucket, `attention.decode@8` for one.
 
     Choices of projections, which no plan has before they are measured, are added to it.

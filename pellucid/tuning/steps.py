@@ -25,8 +25,8 @@ from pellucid.traits.model import ModelTraits
 from pellucid.traits.tensors import TensorIndex, canonical_name, layer_of
 from pellucid.tuning.measure import Question
 from pellucid.tuning.problems import CONTEXT
-from pellucid.tuning.projections import APART
 from pellucid.tuning.step_choices import MEASURED, apply_choices
+from pellucid.tuning.store import APART
 from pellucid.tuning.timing import Timer, captured, copies_for
 
 if TYPE_CHECKING:
@@ -35,8 +35,12 @@ if TYPE_CHECKING:
     from pellucid.layers.fused_step import FusedStep
 
 SLICE_BYTES = 8 << 30
-LOGITS_TOLERANCE = 0.15
-"""Of the length of a step's logits: rounding adds up through random layers, and a router's near-tie may turn."""
+USUAL_ROW, WORST_ROW = 0.05, 0.6
+"""How far a row's logits may be from the default's, of their length: half of the rows, where there are `MANY_ROWS`, and
+any. Rounding adds up through random layers, and a router's near-tie may turn in some; a row that a tile leaves out, or
+gives another's experts, is more than its whole length away."""
+
+MANY_ROWS = 8
 
 LEAST_LAYERS = 2
 """Of the last kind in the model, behind those of the other."""
@@ -68,6 +72,17 @@ def slice_tensors(traits: ModelTraits, tensors: TensorIndex | None, seed: int) -
     return kept
 
 
+def unlike(found: torch.Tensor, wanted: torch.Tensor) -> str:
+    """How logits [rows, vocab] of a step are not those of the same step with other tiles, or nothing."""
+    apart = (found - wanted).norm(dim=1) / wanted.norm(dim=1).clamp_min(1e-30)
+    worst, usual = int(apart.argmax()), float(apart.median())
+    if float(apart[worst]) > WORST_ROW:
+        return f"has logits in row {worst} that differ by {float(apart[worst]):.3g} of the default's"
+    if len(apart) >= MANY_ROWS and usual > USUAL_ROW:
+        return f"has logits that differ by {usual:.3g} of the default's in half of the rows"
+    return ""
+
+
 class Steps:
     """Timers of steps. Runners are kept by the choices that shape them, of the last questions only."""
 
@@ -77,17 +92,16 @@ class Steps:
         self._runners: dict[ExecutionPlan, Any] = {}
 
     def check(self, question: Question, candidate: str) -> str:
-        """Why the step can't be taken: its logits are not finite, or, of tiles that no one checks alone, not the
-        default's."""
-        logits = self._logits(question, candidate)
+        """Why the step can't be taken: its logits are not finite, its tokens are not their best, or, of tiles that no
+        one checks alone, they are not the default's logits."""
+        logits, tokens = self._outcome(question, candidate)
         if not bool(logits.isfinite().all()):
             return "has logits that are not finite"
+        if tokens is not None and not bool((logits.gather(1, tokens[:, None])[:, 0] == logits.amax(1)).all()):
+            return "chooses tokens that are not the best of its logits"
         if not is_tile_op(question.op) or question.op.startswith(PREFIX) or candidate == question.order[0]:
             return ""
-        found = logits.float().clone()
-        wanted = self._logits(question, question.order[0]).float()
-        apart = float((found - wanted).norm() / wanted.norm())
-        return "" if apart <= LOGITS_TOLERANCE else f"has logits that differ by {apart:.3g} of the default's"
+        return unlike(logits, self._outcome(question, question.order[0])[0])
 
     def timer(self, question: Question, candidate: str) -> Timer:
         return self.timer_under(self._plan_of(question, candidate), question)
@@ -109,18 +123,20 @@ class Steps:
             replay = captured(lambda: fused.step(rows))
         return _Refilled(replay, runner, lambda: self._fill(runner, rows))
 
-    def _logits(self, question: Question, candidate: str) -> torch.Tensor:
+    def _outcome(self, question: Question, candidate: str) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Logits fp32 [rows, vocab], and the tokens that a fused step chose from them, int64 [rows]."""
         import torch
 
         plan, rows = self._plan_of(question, candidate), question.bucket
         runner = self._runner(plan)
         if not isinstance(runner, GPURunner) or question.op == "step.prefill":
-            return self._layered(runner, question)()
+            return self._layered(runner, question)().float(), None
         fused = runner.fused_under(plan)
         with torch.inference_mode():
             self._fill(runner, rows)
             fused.step(rows)
-            return fused.logits(rows)
+            tokens = runner.next_tokens(min(rows, plan.max_num_seqs)).long()
+            return fused.logits(rows)[: tokens.shape[0]].float(), tokens
 
     def _plan_of(self, question: Question, candidate: str) -> ExecutionPlan:
         """The plan that a candidate's step is taken under."""

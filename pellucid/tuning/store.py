@@ -18,12 +18,15 @@ from pathlib import Path
 from typing import Any
 
 from pellucid.hardware.facts import Hardware
-from pellucid.selection.evidence import Measurement
+from pellucid.selection.evidence import Measurement, is_tile_op
 from pellucid.tuning.measure import Question
 from pellucid.utils.cache import cache_dir
 from pellucid.utils.command import shown_command
 
 VERSION = 1
+
+APART = "apart."
+"""Prefix of the op of a projection that is timed alone."""
 
 SOURCES = ("kernels", "attention", "moe", "quantization", "layers", "models/fused_decoder.py", "tuning")
 """What can change a figure: the kernels, what calls them, and how they are timed."""
@@ -158,6 +161,9 @@ class EvidenceStore:
         if fresh:
             return Found((measured or fresh)[-1], "")
         stale = [r for r in records if r.results]
+        if is_tile_op(question.op) or question.op.startswith(APART):
+            # Tiles are cut to what one compiler makes of them: another may need more shared memory.
+            stale = [r for r in stale if r.fingerprint.soft.get("triton") == self.fingerprint.soft.get("triton")]
         return Found(stale[-1], self.fingerprint.changed(stale[-1].fingerprint.soft)) if stale else None
 
     @property

@@ -9,7 +9,7 @@ from pellucid.selection.plan import ExecutionPlan
 from pellucid.traits.model import ModelTraits
 from pellucid.traits.tensors import TensorIndex
 from pellucid.tuning.measure import Question
-from pellucid.tuning.projections import APART
+from pellucid.tuning.store import APART
 from pellucid.tuning.timing import Timer
 
 

@@ -6,11 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from pellucid.bench.choices import DEFAULT, MEASURED, compare_plans, differences, rivals
+from pellucid.bench.choices import DEFAULT, MEASURED, compare_plans, measured_choices, rivals
 from pellucid.core import PellucidError
 from pellucid.engine.startup import make_plan, open_model
 from pellucid.selection.args import EngineArgs
 from pellucid.selection.plan import Decision, ExecutionPlan
+from pellucid.tuning.projections import projections_of
 from tests import checkpoints
 from tests.selection.models import V2_LITE
 from tests.tuning.simulated import resolver
@@ -23,12 +24,12 @@ def with_choice(plan: ExecutionPlan, op: str, bucket: int | None, value: object)
 
 def test_rivals_are_every_backend_that_fits_and_the_library() -> None:
     plan = resolver()({})
+    assert plan.decode_path == "fused"
     found = dict(rivals(plan, V2_LITE, "decode", 8))
-    assert found.keys() == {"flashinfer_mla for attention"} | (
-        {"library for projections"} if plan.decode_path == "fused" else set()
-    )
+    assert found.keys() == {"flashinfer_mla for attention", "library for projections"}
     assert found["flashinfer_mla for attention"] == (("attention.decode@8", "flashinfer_mla"),)
-    assert all(name == "library" for _, name in found.get("library for projections", ()))
+    projections = {(f"{one.op}@8", "library") for one in projections_of(V2_LITE, 8)}
+    assert set(found["library for projections"]) == projections != set()
     assert "library for projections" not in dict(rivals(plan, V2_LITE, "prefill", 8))
 
 
@@ -37,12 +38,17 @@ def test_differences_are_those_of_the_bucket_and_its_tiles() -> None:
     measured = with_choice(default, "attention.decode", 8, "flashinfer_mla")
     tile = Decision("projection.64x32", 8, "library", "measured", ("faster",))
     measured = replace(measured, decisions=(*measured.decisions, tile, replace(tile, bucket=1)))
-    assert differences(measured, default, "decode", 8) == (
+    assert measured_choices(measured, default, "decode", 8) == (
         ("attention.decode@8", "flashinfer_mla"),
         ("projection.64x32@8", "library"),
     )
-    assert differences(measured, default, "decode", 1) == (("projection.64x32@1", "library"),)
-    assert differences(measured, default, "prefill", 8) == ()
+    assert measured_choices(measured, default, "decode", 1) == (("projection.64x32@1", "library"),)
+    assert measured_choices(measured, default, "prefill", 8) == ()
+    # Experts of another form serve every bucket.
+    experts = replace(default, decisions=tuple(
+        replace(d, value="flashinfer_cutlass") if d.op == "moe" else d for d in default.decisions
+    ))  # fmt: skip
+    assert measured_choices(experts, default, "prefill", 8) == (("moe", "flashinfer_cutlass"),)
 
 
 def test_every_plan_of_a_bucket_is_timed_and_the_record_says_how_far_behind_the_measured_one_is(tmp_path) -> None:
@@ -51,7 +57,9 @@ def test_every_plan_of_a_bucket_is_timed_and_the_record_says_how_far_behind_the_
     default = make_plan(args, files)
     told: list[str] = []
     sizes = {"decode": (1, 2), "prefill": (8,)}
-    record = compare_plans(default, default, files.traits, files.checkpoint.tensors, sizes, told.append)
+    measured = with_choice(default, "attention.prefill", 8, "reference")
+    record = compare_plans(measured, default, files.traits, files.checkpoint.tensors, sizes, told.append)
+    assert [line["measured_has"] for line in record["steps"]] == [{}, {}, {"attention.prefill@8": "reference"}]
     assert [(line["phase"], line["bucket"]) for line in record["steps"]] == [
         ("decode", 1), ("decode", 2), ("prefill", 8),
     ]  # fmt: skip
@@ -60,6 +68,12 @@ def test_every_plan_of_a_bucket_is_timed_and_the_record_says_how_far_behind_the_
         assert all(one["us"] > 0 for one in line["times"].values())
         assert line["behind"] >= 0
     assert len(told) == 3 and told[0].startswith("decode@1: the default ")
+
+
+def test_rows_beyond_the_plan_are_refused_before_anything_is_timed() -> None:
+    default = resolver()({})
+    with pytest.raises(PellucidError, match=r"decode steps of 128 rows: the plan has 8 at most \(--max-num-seqs\)"):
+        compare_plans(default, default, V2_LITE, None, {"decode": (1, 128)}, print)
 
 
 def test_plans_that_share_no_steps_are_not_compared() -> None:

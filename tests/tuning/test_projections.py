@@ -18,7 +18,7 @@ from pellucid.layers.step_tiles import Projection, parse_tile, plan_tiles, tile_
 from pellucid.selection.evidence import Measurement
 from pellucid.selection.explain import render_decision
 from pellucid.tuning.measure import Budget, Question
-from pellucid.tuning.projections import measure_projections, projections_of, tile_candidates, tile_decision
+from pellucid.tuning.projections import measure_tiles, projections_of, tile_candidates, tile_decision
 from pellucid.tuning.session import Session, tune
 from pellucid.tuning.step_choices import Tiles
 from tests.selection.models import KIMI_K25, SMALL_DENSE, V2_LITE
@@ -137,7 +137,7 @@ WIDE = projections_of(V2_LITE, 1)[0].op
 
 def measured(tmp_path, times, **settings) -> Tiles:
     session = session_of(tmp_path, SimulatedBench({**EQUAL, **times}, **settings))
-    return measure_projections(resolver()({}), V2_LITE, candidates, session.answer)
+    return measure_tiles(resolver()({}), V2_LITE, candidates, session.answer)
 
 
 def test_the_steps_time_decides_and_not_that_of_the_launch_alone(tmp_path):
@@ -148,13 +148,13 @@ def test_the_steps_time_decides_and_not_that_of_the_launch_alone(tmp_path):
 
 def test_what_is_clearly_slower_alone_is_not_tried_in_a_step(tmp_path):
     bench = SimulatedBench({**EQUAL, "library": 130})
-    measure_projections(resolver()({}), V2_LITE, candidates, session_of(tmp_path, bench).answer)
+    measure_tiles(resolver()({}), V2_LITE, candidates, session_of(tmp_path, bench).answer)
     assert not [key for key, name in bench.asked if name == "library" and not key.startswith("apart.")]
 
 
 def test_a_tile_that_is_wrong_alone_is_never_in_a_step(tmp_path):
     bench = SimulatedBench({**EQUAL, "library": 10}, {"library": "row 1 differs by 0.3"})
-    found = measure_projections(resolver()({}), V2_LITE, candidates, session_of(tmp_path, bench).answer)
+    found = measure_tiles(resolver()({}), V2_LITE, candidates, session_of(tmp_path, bench).answer)
     assert all(found.choices(bucket) == () for bucket in found.buckets())
     assert not [key for key, name in bench.asked if name == "library"]
 
@@ -168,7 +168,7 @@ def test_chosen_tiles_are_in_force_while_the_next_is_measured(tmp_path):
         asked.append(question)
         return session.answer(question)
 
-    measure_projections(resolver()({}), V2_LITE, candidates, answer)
+    measure_tiles(resolver()({}), V2_LITE, candidates, answer)
     later = [q for q in asked if q.bucket == 1 and q.op.startswith("projection.") and q.op != WIDE]
     assert later and all(q.given == ((f"{WIDE}@1", "library"),) for q in later)
 
@@ -176,7 +176,7 @@ def test_chosen_tiles_are_in_force_while_the_next_is_measured(tmp_path):
 def tuned(tmp_path, bench: SimulatedBench | None, seconds: float = 3600.0):
     session = session_of(tmp_path, bench, seconds)
     names = candidates if bench else lambda p, rows: session.store.known_order(f"apart.{p.op}", rows, _about())
-    return tune(resolver(), session, lambda plan: measure_projections(plan, V2_LITE, names, session.answer))
+    return tune(resolver(), session, lambda plan: measure_tiles(plan, V2_LITE, names, session.answer))
 
 
 def _about() -> str:
@@ -226,7 +226,7 @@ def test_candidates_are_gated_many_at_a_time_and_those_that_fail_are_never_timed
 
     session = session_of(tmp_path, bench)
     session.check_all = check_all
-    tiles = measure_projections(resolver()({}), V2_LITE, candidates, session.answer, session.gate_ahead)
+    tiles = measure_tiles(resolver()({}), V2_LITE, candidates, session.answer, session.gate_ahead)
     assert {question.op.partition(".")[0] for question, _ in together} == {"apart"}
     assert ("library" in {name for _, name in together}) and tiles.answers
     assert "library" not in {name for key, name in bench.asked if key.startswith("apart")}

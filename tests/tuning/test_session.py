@@ -113,8 +113,10 @@ def test_a_choice_for_one_bucket_that_slows_another_is_taken_back(tmp_path):
 
 
 def test_a_tied_step_confirms(tmp_path):
-    found = measured(tmp_path, bench_of({f"attention.decode {OTHER}@8": 50, "measured": 505}))
+    found = measured(tmp_path, bench_of({f"attention.decode {OTHER}@8": 50, "measured": 502}))
     assert decode(found, 8).value == OTHER
+    slower = measured(tmp_path / "slower", bench_of({f"attention.decode {OTHER}@8": 50, "measured": 505}))
+    assert decode(slower, 8).value == MINE
 
 
 def test_a_step_that_fails_is_not_taken(tmp_path):
