@@ -112,11 +112,14 @@ def test_kernels_of_tensors_without_memory_are_those_of_tensors_with_it(caches: 
     pytest.importorskip("triton", reason="triton is for Linux")
     import pickle
 
-    attention = replace(SMALL_DENSE.attention, num_heads=4, num_kv_heads=2)
-    traits = replace(SMALL_DENSE, hidden_size=256, intermediate_size=512, vocab_size=320, num_layers=1,
-                     moe_layers=(False,), attention=attention)  # fmt: skip
+    assert V2_LITE.moe is not None
+    traits = replace(
+        V2_LITE, hidden_size=256, intermediate_size=512, vocab_size=320, num_layers=1, moe_layers=(True,),
+        attention=replace(V2_LITE.attention, num_heads=2),
+        moe=replace(V2_LITE.moe, num_experts=8, intermediate_size=64, shared_intermediate_size=128),
+    )  # fmt: skip
     job = tmp_path / "job"
-    job.write_bytes(pickle.dumps(CompileJob(traits, plan_of(traits, max_num_seqs=5), H200, (1, 8))))
+    job.write_bytes(pickle.dumps(CompileJob(traits, plan_of(traits, max_num_seqs=5), H200, (1,))))
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     kernels = []
     for device in ("meta", "cpu"):
