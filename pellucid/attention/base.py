@@ -80,3 +80,39 @@ class AttentionBackend(Protocol):
     ) -> torch.Tensor:
         """q [tokens, heads, nope + rope] -> [tokens, heads, v]; expand: [keys, kv_lora_rank] -> K_nope, V per head."""
         ...
+
+
+class PartialAttention:
+    """What most backends leave out: another kind of attention, or the other form of MLA. A plan never asks for it.
+
+    Subclasses implement `AttentionBackend` by what they have.
+    """
+
+    def gqa(
+        self,
+        q: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        metadata: AttentionMetadata,
+        *,
+        num_kv_heads: int,
+        scale: float,
+    ) -> torch.Tensor:
+        raise NotImplementedError(f"{type(self).__name__} has no grouped-query attention")
+
+    def mla(
+        self, q: torch.Tensor, latent: torch.Tensor, metadata: AttentionMetadata, *, kv_lora_rank: int, scale: float
+    ) -> torch.Tensor:
+        raise NotImplementedError(f"{type(self).__name__} has no MLA in latent space")
+
+    def mla_expanded(
+        self,
+        q: torch.Tensor,
+        latent: torch.Tensor,
+        metadata: AttentionMetadata,
+        *,
+        kv_lora_rank: int,
+        scale: float,
+        expand: Expand,
+    ) -> torch.Tensor:
+        raise NotImplementedError(f"{type(self).__name__} has no MLA on expanded keys")

@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from pellucid.attention.base import PartialAttention
 from pellucid.traits.backend import ANY, ANY_HEADS, BackendTraits, Phase, Priority
 
 if TYPE_CHECKING:
     import torch
 
-    from pellucid.attention.base import AttentionMetadata, Expand
+    from pellucid.attention.base import AttentionMetadata
     from pellucid.kernels.context import KernelContext
     from pellucid.kernels.cpu_library import CpuLibrary
 
@@ -42,7 +43,7 @@ def create(context: KernelContext, phase: Phase) -> CpuNativeAttention:
 
 
 @dataclass(frozen=True, slots=True)
-class CpuNativeAttention:
+class CpuNativeAttention(PartialAttention):
     """One (token, head) at a time over its pages, in a fixed order of sums. Implements `AttentionBackend`."""
 
     library: CpuLibrary
@@ -86,15 +87,3 @@ class CpuNativeAttention:
             context=metadata.context,
             scale=scale,
         )
-
-    def mla_expanded(
-        self,
-        q: torch.Tensor,
-        latent: torch.Tensor,
-        metadata: AttentionMetadata,
-        *,
-        kv_lora_rank: int,
-        scale: float,
-        expand: Expand,
-    ) -> torch.Tensor:
-        raise NotImplementedError("absorbed form only: expands_latent is False")

@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from pellucid.attention.base import PartialAttention
 from pellucid.attention.flashinfer_steps import TABLE_TOKENS, WORKSPACE_BYTES, HostPlan, PagedRows, paged_rows
 from pellucid.traits.backend import ANY, BackendTraits, HeadRule, MLADims, Package, Phase, Priority
 
 if TYPE_CHECKING:
     import torch
 
-    from pellucid.attention.base import AttentionMetadata, Expand
+    from pellucid.attention.base import AttentionMetadata
     from pellucid.kernels.context import KernelContext
 
 TRAITS = BackendTraits(
@@ -62,24 +63,12 @@ def create(context: KernelContext, phase: Phase) -> CutlassMLA:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class CutlassMLA:
+class CutlassMLA(PartialAttention):
     """Implements `AttentionBackend`."""
 
     wrapper: Any
     plan: HostPlan
     expands_latent: bool = False
-
-    def gqa(
-        self,
-        q: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        metadata: AttentionMetadata,
-        *,
-        num_kv_heads: int,
-        scale: float,
-    ) -> torch.Tensor:
-        raise NotImplementedError("multi-head latent attention only")
 
     def mla(
         self, q: torch.Tensor, latent: torch.Tensor, metadata: AttentionMetadata, *, kv_lora_rank: int, scale: float
@@ -98,18 +87,6 @@ class CutlassMLA:
             return found
 
         return step.rows.attend(q, kv_lora_rank, run)
-
-    def mla_expanded(
-        self,
-        q: torch.Tensor,
-        latent: torch.Tensor,
-        metadata: AttentionMetadata,
-        *,
-        kv_lora_rank: int,
-        scale: float,
-        expand: Expand,
-    ) -> torch.Tensor:
-        raise NotImplementedError("in latent space only")
 
 
 def _gathered(metadata: AttentionMetadata, latent: torch.Tensor) -> Gathered:

@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from pellucid.attention.base import PartialAttention
 from pellucid.traits.backend import ANY, ANY_HEADS, BackendTraits, Package, Phase, Priority
 
 if TYPE_CHECKING:
     import torch
 
-    from pellucid.attention.base import AttentionMetadata, Expand
+    from pellucid.attention.base import AttentionMetadata
     from pellucid.kernels.context import KernelContext
     from pellucid.kernels.triton.prefill_tiles import StepMemo
 
@@ -46,7 +47,7 @@ def create(context: KernelContext, phase: Phase) -> FA3GQA:
 
 
 @dataclass(frozen=True, slots=True)
-class FA3GQA:
+class FA3GQA(PartialAttention):
     """Implements `AttentionBackend`. Decode reads tensors of the metadata alone, so that a graph can hold it."""
 
     phase: Phase
@@ -80,23 +81,6 @@ class FA3GQA:
             causal=True, **caches,
         )  # fmt: skip
         return found
-
-    def mla(
-        self, q: torch.Tensor, latent: torch.Tensor, metadata: AttentionMetadata, *, kv_lora_rank: int, scale: float
-    ) -> torch.Tensor:
-        raise NotImplementedError("grouped-query attention only")
-
-    def mla_expanded(
-        self,
-        q: torch.Tensor,
-        latent: torch.Tensor,
-        metadata: AttentionMetadata,
-        *,
-        kv_lora_rank: int,
-        scale: float,
-        expand: Expand,
-    ) -> torch.Tensor:
-        raise NotImplementedError("grouped-query attention only")
 
 
 def query_starts(metadata: AttentionMetadata) -> tuple[torch.Tensor, torch.Tensor, int]:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
+from pellucid.attention.base import PartialAttention
 from pellucid.attention.gathered_keys import MAX_EXPANDED, groups_of, key_slots, key_starts
 from pellucid.traits.backend import ANY, ANY_HEADS, BackendTraits, MLADims, Package, Phase, Priority
 
@@ -49,29 +50,12 @@ def create(context: KernelContext, phase: Phase) -> FA3MLA:
 
 
 @dataclass(frozen=True, slots=True)
-class FA3MLA:
+class FA3MLA(PartialAttention):
     """Implements `AttentionBackend`."""
 
     phase: Phase
     memo: StepMemo
     expands_latent: bool = True
-
-    def gqa(
-        self,
-        q: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        metadata: AttentionMetadata,
-        *,
-        num_kv_heads: int,
-        scale: float,
-    ) -> torch.Tensor:
-        raise NotImplementedError("multi-head latent attention only")
-
-    def mla(
-        self, q: torch.Tensor, latent: torch.Tensor, metadata: AttentionMetadata, *, kv_lora_rank: int, scale: float
-    ) -> torch.Tensor:
-        raise NotImplementedError("on expanded keys only")
 
     def mla_expanded(
         self,

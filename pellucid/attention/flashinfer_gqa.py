@@ -6,13 +6,14 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from pellucid.attention.base import PartialAttention
 from pellucid.attention.flashinfer_steps import MULTIPROCESSORS, HostPlan, PagedRows, kernel_form, paged_rows
 from pellucid.traits.backend import ANY, ANY_HEADS, BackendTraits, Package, Phase, Priority
 
 if TYPE_CHECKING:
     import torch
 
-    from pellucid.attention.base import AttentionMetadata, Expand
+    from pellucid.attention.base import AttentionMetadata
     from pellucid.kernels.context import KernelContext
 
 TRAITS = BackendTraits(
@@ -52,7 +53,7 @@ def create(context: KernelContext, phase: Phase) -> FlashInferGQA:
 
 
 @dataclass(slots=True, eq=False)
-class FlashInferGQA:
+class FlashInferGQA(PartialAttention):
     """Implements `AttentionBackend`. `wrapper` is the phase's, made at the first call."""
 
     phase: Phase
@@ -74,23 +75,6 @@ class FlashInferGQA:
         caches = keys.view(shape), values.view(shape)
         rows = self.plan.get(metadata, partial(self._planned, q, caches[0], metadata, scale))
         return rows.attend(q, q.shape[-1], lambda kept: self.wrapper.run(kept, caches))
-
-    def mla(
-        self, q: torch.Tensor, latent: torch.Tensor, metadata: AttentionMetadata, *, kv_lora_rank: int, scale: float
-    ) -> torch.Tensor:
-        raise NotImplementedError("grouped-query attention only")
-
-    def mla_expanded(
-        self,
-        q: torch.Tensor,
-        latent: torch.Tensor,
-        metadata: AttentionMetadata,
-        *,
-        kv_lora_rank: int,
-        scale: float,
-        expand: Expand,
-    ) -> torch.Tensor:
-        raise NotImplementedError("grouped-query attention only")
 
     def _planned(self, q: torch.Tensor, keys: torch.Tensor, metadata: AttentionMetadata, scale: float) -> PagedRows:
         (heads, dim), (page, kv_heads) = q.shape[1:], keys.shape[1:3]

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from pellucid.attention.base import PartialAttention
 from pellucid.attention.flashinfer_steps import MULTIPROCESSORS, HostPlan, PagedRows, kernel_form, paged_rows
 from pellucid.core import PlanError
 from pellucid.traits.backend import ANY, ANY_HEADS, BackendTraits, MLADims, Package, Phase, Priority
@@ -13,7 +14,7 @@ from pellucid.traits.backend import ANY, ANY_HEADS, BackendTraits, MLADims, Pack
 if TYPE_CHECKING:
     import torch
 
-    from pellucid.attention.base import AttentionMetadata, Expand
+    from pellucid.attention.base import AttentionMetadata
     from pellucid.kernels.context import KernelContext
 
 TRAITS = BackendTraits(
@@ -53,24 +54,12 @@ def create(context: KernelContext, phase: Phase) -> FlashInferMLA:
 
 
 @dataclass(slots=True, eq=False)
-class FlashInferMLA:
+class FlashInferMLA(PartialAttention):
     """Implements `AttentionBackend`. `wrapper` is made at the first call."""
 
     plan: HostPlan
     wrapper: Any = None
     expands_latent: bool = False
-
-    def gqa(
-        self,
-        q: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        metadata: AttentionMetadata,
-        *,
-        num_kv_heads: int,
-        scale: float,
-    ) -> torch.Tensor:
-        raise NotImplementedError("multi-head latent attention only")
 
     def mla(
         self, q: torch.Tensor, latent: torch.Tensor, metadata: AttentionMetadata, *, kv_lora_rank: int, scale: float
@@ -85,18 +74,6 @@ class FlashInferMLA:
             return found
 
         return rows.attend(q, kv_lora_rank, run)
-
-    def mla_expanded(
-        self,
-        q: torch.Tensor,
-        latent: torch.Tensor,
-        metadata: AttentionMetadata,
-        *,
-        kv_lora_rank: int,
-        scale: float,
-        expand: Expand,
-    ) -> torch.Tensor:
-        raise NotImplementedError("in latent space only")
 
     def _planned(
         self, q: torch.Tensor, latent: torch.Tensor, metadata: AttentionMetadata, kv_lora_rank: int, scale: float

@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from pellucid.attention.base import PartialAttention
 from pellucid.traits.backend import ANY, ANY_HEADS, BackendTraits, MLADims, Package, Phase, Priority
 
 if TYPE_CHECKING:
     import torch
 
-    from pellucid.attention.base import AttentionMetadata, Expand
+    from pellucid.attention.base import AttentionMetadata
     from pellucid.kernels.context import KernelContext
     from pellucid.kernels.triton.prefill_tiles import StepMemo
 
@@ -45,25 +46,13 @@ def create(context: KernelContext, phase: Phase) -> FlashMLA:
 
 
 @dataclass(frozen=True, slots=True)
-class FlashMLA:
+class FlashMLA(PartialAttention):
     """Implements `AttentionBackend`. Which part of which sequence a multiprocessor takes, the first layer of a step
     finds out on the device, for all of them."""
 
     phase: Phase
     memo: StepMemo
     expands_latent: bool = False
-
-    def gqa(
-        self,
-        q: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        metadata: AttentionMetadata,
-        *,
-        num_kv_heads: int,
-        scale: float,
-    ) -> torch.Tensor:
-        raise NotImplementedError("multi-head latent attention only")
 
     def mla(
         self, q: torch.Tensor, latent: torch.Tensor, metadata: AttentionMetadata, *, kv_lora_rank: int, scale: float
@@ -79,18 +68,6 @@ class FlashMLA:
         )  # fmt: skip
         attended: torch.Tensor = out.squeeze(1)
         return attended
-
-    def mla_expanded(
-        self,
-        q: torch.Tensor,
-        latent: torch.Tensor,
-        metadata: AttentionMetadata,
-        *,
-        kv_lora_rank: int,
-        scale: float,
-        expand: Expand,
-    ) -> torch.Tensor:
-        raise NotImplementedError("in latent space only")
 
 
 def _lengths(context: torch.Tensor) -> torch.Tensor:

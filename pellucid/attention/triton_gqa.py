@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from pellucid.attention.base import PartialAttention
 from pellucid.traits.backend import ANY, ANY_HEADS, BackendTraits, Package, Phase, Priority, SharedMemoryModel
 
 if TYPE_CHECKING:
     import torch
 
-    from pellucid.attention.base import AttentionMetadata, Expand
+    from pellucid.attention.base import AttentionMetadata
     from pellucid.kernels.context import KernelContext
     from pellucid.kernels.device import DeviceLimits
     from pellucid.kernels.triton.prefill_tiles import StepMemo
@@ -57,7 +58,7 @@ def create(context: KernelContext, phase: Phase) -> TritonGQA:
 
 
 @dataclass(frozen=True, slots=True)
-class TritonGQA:
+class TritonGQA(PartialAttention):
     """Implements `AttentionBackend`. Decode reads tensors of the metadata alone, so that a graph can hold it."""
 
     phase: Phase
@@ -122,20 +123,3 @@ class TritonGQA:
         if splits > 1:
             combine(partial, lse, out.view(rows, heads * dim))
         return out
-
-    def mla(
-        self, q: torch.Tensor, latent: torch.Tensor, metadata: AttentionMetadata, *, kv_lora_rank: int, scale: float
-    ) -> torch.Tensor:
-        raise NotImplementedError("grouped-query attention only")
-
-    def mla_expanded(
-        self,
-        q: torch.Tensor,
-        latent: torch.Tensor,
-        metadata: AttentionMetadata,
-        *,
-        kv_lora_rank: int,
-        scale: float,
-        expand: Expand,
-    ) -> torch.Tensor:
-        raise NotImplementedError("grouped-query attention only")

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
+from pellucid.attention.base import PartialAttention
 from pellucid.attention.gathered_keys import MAX_EXPANDED, groups_of, key_slots, key_starts
 from pellucid.traits.backend import ANY, ANY_HEADS, BackendTraits, Package, Phase, Priority, SharedMemoryModel
 
@@ -68,7 +69,7 @@ def create(context: KernelContext, phase: Phase) -> TritonMLA:
 
 
 @dataclass(frozen=True, slots=True)
-class TritonMLA:
+class TritonMLA(PartialAttention):
     """Implements `AttentionBackend`. Decode reads tensors of the metadata alone, so that a graph can hold it."""
 
     phase: Phase
@@ -78,18 +79,6 @@ class TritonMLA:
     @property
     def expands_latent(self) -> bool:
         return self.phase == "prefill"
-
-    def gqa(
-        self,
-        q: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        metadata: AttentionMetadata,
-        *,
-        num_kv_heads: int,
-        scale: float,
-    ) -> torch.Tensor:
-        raise NotImplementedError("multi-head latent attention only")
 
     def mla(
         self, q: torch.Tensor, latent: torch.Tensor, metadata: AttentionMetadata, *, kv_lora_rank: int, scale: float

@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from pellucid.attention.base import PartialAttention
 from pellucid.attention.flashinfer_steps import WORKSPACE_BYTES, decode_rows
 from pellucid.traits.backend import ANY, BackendTraits, HeadRule, MLADims, Package, Phase, Priority
 
 if TYPE_CHECKING:
     import torch
 
-    from pellucid.attention.base import AttentionMetadata, Expand
+    from pellucid.attention.base import AttentionMetadata
     from pellucid.kernels.context import KernelContext
     from pellucid.kernels.triton.prefill_tiles import StepMemo
 
@@ -53,24 +54,12 @@ def create(context: KernelContext, phase: Phase) -> XQAMLA:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class XQAMLA:
+class XQAMLA(PartialAttention):
     """Implements `AttentionBackend`. Reads tensors of the metadata alone, so that a graph can hold it."""
 
     workspace: torch.Tensor
     memo: StepMemo
     expands_latent: bool = False
-
-    def gqa(
-        self,
-        q: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        metadata: AttentionMetadata,
-        *,
-        num_kv_heads: int,
-        scale: float,
-    ) -> torch.Tensor:
-        raise NotImplementedError("multi-head latent attention only")
 
     def mla(
         self, q: torch.Tensor, latent: torch.Tensor, metadata: AttentionMetadata, *, kv_lora_rank: int, scale: float
@@ -86,15 +75,3 @@ class XQAMLA:
             block_tables=rows.table, seq_lens=rows.lengths, max_seq_len=rows.table.shape[1] * page, bmm1_scale=scale,
         )  # fmt: skip
         return out.squeeze(1).masked_fill_(rows.padded, 0)
-
-    def mla_expanded(
-        self,
-        q: torch.Tensor,
-        latent: torch.Tensor,
-        metadata: AttentionMetadata,
-        *,
-        kv_lora_rank: int,
-        scale: float,
-        expand: Expand,
-    ) -> torch.Tensor:
-        raise NotImplementedError("in latent space only")

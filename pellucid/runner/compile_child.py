@@ -10,6 +10,7 @@ import pickle
 import sys
 from typing import TYPE_CHECKING, Any
 
+from pellucid.attention.base import PartialAttention
 from pellucid.runner.compile_ahead import SAMPLED_ROWS, CompileJob
 from pellucid.utils.process import end_with_parent
 
@@ -77,7 +78,7 @@ def compile_steps(job: CompileJob, device: str = "meta") -> None:
                 fused.sample(empty(rows, traits.vocab_size, dtype=torch.float32), empty(rows))
 
 
-class ElsewhereCompiled:
+class ElsewhereCompiled(PartialAttention):
     """In place of another project's attention: outputs of its shapes. Implements `AttentionBackend`."""
 
     expands_latent = False
@@ -87,9 +88,6 @@ class ElsewhereCompiled:
 
     def mla(self, q: torch.Tensor, *_: Any, kv_lora_rank: int, **__: Any) -> torch.Tensor:
         return q.new_empty(*q.shape[:2], kv_lora_rank)
-
-    def mla_expanded(self, q: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
-        raise NotImplementedError("decode only")
 
 
 def _only_compile(sm: int) -> None:

@@ -30,8 +30,9 @@ from pellucid.tuning.store import APART, EvidenceStore
 from pellucid.tuning.workbench import Workbench
 
 DEFAULT_SECONDS = 12
-"""Of a cold start, the child's own included. With weights drawn for steps and the last candidate's overrun it stays
-under 20. What the default's kernels take to compile is not counted: the engine needs them too."""
+"""Of a cold start, that of the child which measures included. With weights drawn for steps and the last candidate's
+overrun it stays under 20. What the default's kernels take to compile, in children of their own, is not counted: the
+engine needs them too."""
 
 FULL_SECONDS = 600
 """Of `pellucid tune`, which nobody waits for with a server down."""

@@ -258,9 +258,9 @@ def test_decode_without_a_plan_is_the_reference_s_in_layers_and_in_fused_steps(n
     backend = create(name, "decode")
     step = Step([1, 3, 1, 1, 1], [page, page + 2, 0, 3 * page - 1, 0], page)
     check_mla(backend, step, heads, 0.1)
-    called = CalledAttention(backend, step.tokens, step.table)
+    called = CalledAttention(backend, step.table, step.metadata.sequence)
     for _ in range(2):
-        called.begin(step.table, step.metadata.sequence, step.metadata.context)
+        called.begin(step.metadata.context)
         check_mla(backend, step, heads, 0.1, called.metadata)
 
 
