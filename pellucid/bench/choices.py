@@ -21,7 +21,7 @@ from pellucid.traits.tensors import TensorIndex
 from pellucid.tuning.measure import Budget, Question, compare
 from pellucid.tuning.problems import REFERENCE
 from pellucid.tuning.projections import MAX_ROWS, projections_of
-from pellucid.tuning.step_choices import Given, apply_choices, differences
+from pellucid.tuning.step_choices import SHAPES_STEPS, Given, apply_choices, differences
 from pellucid.tuning.steps import Steps
 from pellucid.tuning.timing import Timer
 
@@ -82,7 +82,7 @@ def compare_plans(
                               ("prefill", default.max_num_batched_tokens, "--max-num-batched-tokens")):  # fmt: skip
         if max(buckets.get(phase, (0,)), default=0) > most:
             raise PellucidError(f"{phase} steps of {max(buckets[phase])} rows: the plan has {most} at most ({flag})")
-    moved = [d.op for d in measured.decisions if d.bucket is None and d.value != default.decision(d.op).value]
+    moved = [op for op in SHAPES_STEPS if measured.decision(op).value != default.decision(op).value]
     if moved:
         raise PellucidError(f"the measured plan has another {', '.join(moved)}: its steps can't be compared one by one")
     steps = Steps(traits, default, tensors)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
 from pellucid.cli.engine_options import engine_args, engine_options
 from pellucid.cli.targets import CONCURRENCY, whole_numbers
@@ -45,9 +46,18 @@ def choices(
     from pellucid.bench.provenance import save as append
     from pellucid.engine.startup import make_plan, open_model
 
-    args = replace(engine_args(ctx, model), measure=None)
+    if save is not None and not save.parent.is_dir():
+        raise PellucidError(f"--save {save}: there is no folder {save.parent}")
+    args = engine_args(ctx, model)
+    if args.measure is not None:
+        raise PellucidError(f"--measure {args.measure}: here what was measured before is compared; leave it out")
     files = open_model(args.model, args.load_format)
     measured, default = make_plan(args, files), make_plan(replace(args, measure="off"), files)
+    # Sizes that nobody typed are those that the plan has.
+    if ctx.get_parameter_source("concurrency") is ParameterSource.DEFAULT:
+        concurrency = tuple(rows for rows in concurrency if rows <= default.max_num_seqs)
+    if ctx.get_parameter_source("prompt_tokens") is ParameterSource.DEFAULT:
+        prompt_tokens = tuple(rows for rows in prompt_tokens if rows <= default.max_num_batched_tokens)
     if not any(decision.how == "measured" for decision in measured.decisions):
         raise PellucidError(f"{model}: nothing was measured here with these flags; run `pellucid tune` first")
     record = bench.compare_plans(

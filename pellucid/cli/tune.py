@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 from typing import Any
 
 import click
 
 from pellucid.cli.engine_options import engine_args, engine_options
+from pellucid.core import PellucidError
 
 
 @click.command()
@@ -27,6 +29,10 @@ def tune(ctx: click.Context, /, model: str, **_: Any) -> None:
     from pellucid.utils.progress import StatusLine
 
     args = engine_args(ctx, model)
+    if args.measure == "off":
+        raise PellucidError("--measure off: there is nothing to tune then; leave it out")
+    # What was found, what there was no time for, and where it is kept.
+    logging.basicConfig(format="%(message)s", level=logging.INFO)
     args = replace(args, measure=args.measure or "full", measure_seconds=args.measure_seconds or FULL_SECONDS)
     status = StatusLine("measuring")
     try:

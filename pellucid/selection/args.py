@@ -77,9 +77,11 @@ class EngineArgs:
     threads: int | None = _flag(int, "CPU threads of the kernels.")
     seed: int | None = _flag(int, "Seed of requests that bring none.")
     measure: str | None = _flag(
-        str, "Choose by speed measured on this GPU: not, where it was not measured before, or anew.", *MEASURE_MODES
+        str, "Choose by speed measured on this machine: not, where it was not measured before, or anew.", *MEASURE_MODES
     )
-    measure_seconds: int | None = _flag(int, "Most seconds that measuring may take at a start.")
+    measure_seconds: int | None = _flag(
+        int, "Most seconds that measuring may take: 12 at a start, 600 of `tune` and `doctor --kernels` if not given."
+    )
 
     def __post_init__(self) -> None:
         for flag in fields(self):

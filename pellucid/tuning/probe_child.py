@@ -9,6 +9,7 @@ import sys
 from multiprocessing.connection import Connection
 from typing import Any
 
+from pellucid.core import PellucidError, PlanError
 from pellucid.tuning.gate import Bench
 from pellucid.tuning.measure import TrialFailedError
 from pellucid.utils.process import end_with_parent
@@ -39,6 +40,10 @@ def serve(bench: Bench, connection: Connection[Any, Any]) -> None:
             line = str(error).strip().splitlines()
             if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
                 connection.send(("no room", "there was not enough free memory"))
+                continue
+            if isinstance(error, PellucidError) and not isinstance(error, PlanError):
+                # A compiler that is not there, a folder that can't be written: nothing is said of the candidate.
+                connection.send(("no room", line[0] if line else type(error).__name__))
                 continue
             told = f"{type(error).__name__}: {line[0][:200]}" if line else type(error).__name__
             answer = ("broke" if _device_is_lost() else "raised", told)

@@ -17,6 +17,9 @@ ONE_FORM = ("moe", "linear")
 DEFAULT, MEASURED = "default", "measured"
 """The candidates of a step: the plan of the fixed order, and the plan of the figures."""
 
+SHAPES_STEPS = ("dtype", "kv.dtype", "kv.layout", "kv.page_size", "decode_path", "cuda_graphs")
+"""Decisions for all buckets that a step is computed by. Others tell of a plan, as `batch_invariant` does."""
+
 Given = Sequence[tuple[str, str]]
 """Choices: an op (for every bucket) or `op@bucket`, and a name."""
 
@@ -80,8 +83,8 @@ def steps(plan: ExecutionPlan, default: ExecutionPlan, tiles: Tiles) -> Iterable
 
 def differences(plan: ExecutionPlan, default: ExecutionPlan, step: str, bucket: int) -> Given:
     """In what a kind of step at a bucket is another under `plan`, tiles aside: as `apply_choices` takes it."""
-    given = [(d.op, str(d.value)) for d in plan.decisions
-             if d.bucket is None and d.value != default.decision(d.op).value]  # fmt: skip
+    given = [(op, str(plan.decision(op).value)) for op in SHAPES_STEPS
+             if plan.decision(op).value != default.decision(op).value]  # fmt: skip
     for one in plan.decisions:
         if one.bucket != bucket or is_tile_op(one.op) or not concerns(one.op, STEP_OPS[step]):
             continue

@@ -8,6 +8,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+from pellucid.core import PellucidError, PlanError
 from pellucid.hardware import Hardware, load_hardware
 from pellucid.selection.args import EngineArgs
 from pellucid.selection.evidence import Evidence
@@ -87,6 +88,10 @@ class Misbehaving:
                 time.sleep(60)
             case "too large":
                 raise MemoryError
+            case "no compiler":
+                raise PellucidError("no C++ compiler; apt install g++")
+            case "no tile":
+                raise PlanError("no tile fits")
             case "raises":
                 raise ValueError("not for this shape\nand more")
             case "wrong":

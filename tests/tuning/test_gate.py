@@ -129,3 +129,9 @@ def test_padded_rows_must_be_zeros():
 
 def test_another_shape_is_wrong():
     assert "has shape" in differs(rows(5), rows(), 1e-2)
+
+
+def test_what_the_machine_lacks_is_said_of_no_candidate_and_what_a_kernel_refuses_is(probe):
+    with pytest.raises(CannotMeasureError, match=r"no C\+\+ compiler; apt install g\+\+"):
+        gate(probe, QUESTION, "no compiler")
+    assert gate(probe, QUESTION, "no tile") == "raised PlanError: no tile fits"

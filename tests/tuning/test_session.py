@@ -300,3 +300,16 @@ def test_experts_that_read_one_form_of_weights_may_serve_a_bucket_each(tmp_path,
     assert found.plan.backends("moe") == {MOE, OTHER_MOE}
     (step,) = {key for key, _ in bench.asked if key.startswith("step.")}
     assert step == "step.prefill@64"
+
+
+def test_what_a_plan_merely_says_of_itself_is_no_difference_of_its_steps():
+    from pellucid.tuning.step_choices import differences
+
+    default = LAYERED({})
+    said = [replace(d, value=not d.value) if d.op == "batch_invariant" else d for d in default.decisions]
+    plan = replace(default, decisions=tuple(said))
+    assert plan.decision("batch_invariant").value != default.decision("batch_invariant").value
+    assert differences(plan, default, "step.decode", 8) == ()
+    paged = [replace(d, value=16) if d.op == "kv.page_size" else d for d in default.decisions]
+    moved = differences(replace(default, decisions=tuple(paged)), default, "step.decode", 8)
+    assert moved == (("kv.page_size", "16"),)

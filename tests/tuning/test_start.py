@@ -13,7 +13,7 @@ from click.testing import CliRunner
 
 from pellucid import LLM, SamplingParams
 from pellucid.cli.main import cli
-from pellucid.core import PlanError
+from pellucid.core import PellucidError, PlanError
 from pellucid.engine.startup import make_plan, open_model
 from pellucid.hardware import load_hardware
 from pellucid.selection.args import EngineArgs
@@ -176,6 +176,21 @@ def test_tune_prints_the_table_of_what_it_measured(tiny, cache):
     assert "attention.decode@1" in result.output
     assert "cpu_native" in result.output and "reference" in result.output
     assert lines(cache)
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["tune", "{model}", "--measure", "off"], "--measure off: there is nothing to tune then"),
+        (["bench", "choices", "{model}", "--measure", "full"], "--measure full: here what was measured before"),
+        (["bench", "choices", "{model}", "--save", "/no/such/folder/x.jsonl"], "there is no folder /no/such/folder"),
+        (["bench", "choices", "{model}", "--device", "cpu"], "run `pellucid tune` first"),
+    ],
+)
+def test_what_can_not_be_is_refused_before_anything_is_measured(tiny, cache, words, told):
+    result = CliRunner().invoke(cli, [word.replace("{model}", str(tiny)) for word in words])
+    assert isinstance(result.exception, PellucidError) and told in str(result.exception)
+    assert not cache.exists()
 
 
 @pytest.mark.parametrize(("flag", "value"), [("measure", "always"), ("measure_seconds", 0), ("measure_seconds", 1.5)])
