@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     import torch
@@ -88,31 +88,11 @@ class PartialAttention:
     Subclasses implement `AttentionBackend` by what they have.
     """
 
-    def gqa(
-        self,
-        q: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        metadata: AttentionMetadata,
-        *,
-        num_kv_heads: int,
-        scale: float,
-    ) -> torch.Tensor:
+    def gqa(self, *_: Any, **__: Any) -> torch.Tensor:
         raise NotImplementedError(f"{type(self).__name__} has no grouped-query attention")
 
-    def mla(
-        self, q: torch.Tensor, latent: torch.Tensor, metadata: AttentionMetadata, *, kv_lora_rank: int, scale: float
-    ) -> torch.Tensor:
+    def mla(self, *_: Any, **__: Any) -> torch.Tensor:
         raise NotImplementedError(f"{type(self).__name__} has no MLA in latent space")
 
-    def mla_expanded(
-        self,
-        q: torch.Tensor,
-        latent: torch.Tensor,
-        metadata: AttentionMetadata,
-        *,
-        kv_lora_rank: int,
-        scale: float,
-        expand: Expand,
-    ) -> torch.Tensor:
+    def mla_expanded(self, *_: Any, **__: Any) -> torch.Tensor:
         raise NotImplementedError(f"{type(self).__name__} has no MLA on expanded keys")

@@ -27,7 +27,7 @@ SYNTHETIC = "synthetic"
 
 
 MEASURE_MODES = ("off", "cached", "full")
-"""`cached`, the default, measures once and reads what it found from then on."""
+"""`cached` measures once and reads what it found from then on. Without the flag a start reads what is known."""
 
 
 def short_dtype(name: str) -> str:

@@ -20,6 +20,7 @@ from pellucid.layers.step_tiles import (
     tile_name,
 )
 from pellucid.traits.model import ModelTraits
+from pellucid.tuning.projections import pipeline_bytes
 
 if TYPE_CHECKING:
     from pellucid.kernels.triton import gqa_decode, mla_tiles
@@ -118,7 +119,6 @@ def _small_neighbours(
 
 def _head_neighbours(base: LinearTile, rows: int, limits: DeviceLimits) -> Iterator[LinearTile]:
     for block_n in (base.block_n // 2, base.block_n * 2):
-        # Of one row the tile is registers; of several, a pipeline of weights and rows.
-        buffered = base.stages * (block_n + (8 if rows <= 8 else 16)) * base.block_k * 2 if base.dot else 0
-        if (16 if base.dot else 1) <= block_n <= 128 and buffered <= limits.shared_memory:
-            yield base._replace(block_n=block_n)
+        tile = base._replace(block_n=block_n)
+        if (16 if base.dot else 1) <= block_n <= 128 and pipeline_bytes(tile, rows) <= limits.shared_memory:
+            yield tile

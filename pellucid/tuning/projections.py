@@ -16,7 +16,7 @@ from pellucid.selection.evidence import STEP_TIE_SHARE, Measurement, fastest, is
 from pellucid.selection.plan import Decision, ExecutionPlan, Measured, Rejection
 from pellucid.traits.misfit import Misfit
 from pellucid.traits.model import ModelTraits
-from pellucid.tuning.measure import Question
+from pellucid.tuning.measure import Question, turn
 from pellucid.tuning.step_choices import Given, Tiles, traits_of
 from pellucid.tuning.store import APART
 
@@ -83,7 +83,7 @@ def tile_candidates(projection: Projection, rows: int, limits: DeviceLimits) -> 
     found: list[linear.LinearTile | rows_linear.RowsTile | None] = [default, None]
     if rows <= linear.MAX_ROWS:
         base = default if isinstance(default, linear.LinearTile) else linear.linear_tile(n, k, rows)
-        found += [one for one in _small_neighbours(base, k, pair) if _small_bytes(one, rows) <= limits.shared_memory]
+        found += [one for one in _small_neighbours(base, k, pair) if pipeline_bytes(one, rows) <= limits.shared_memory]
     # Copies by descriptors want rows of whole 16 bytes.
     if FUSED_NORM_ROWS < rows <= rows_linear.MAX_ROWS and k % 8 == 0:
         found += _rows_tiles(projection, rows, limits)
@@ -107,7 +107,7 @@ def measure_tiles(
     """
     found: list[tuple[Question, Mapping[str, Measurement]]] = []
     about = traits_of(plan, "step")
-    buckets = sorted((b for b in buckets_up_to(plan.max_num_seqs) if b <= MAX_ROWS), key=_turn)
+    buckets = sorted((b for b in buckets_up_to(plan.max_num_seqs) if b <= MAX_ROWS), key=turn)
     given: dict[int, list[tuple[str, str]]] = {rows: list(beside(rows)) for rows in buckets}
 
     def decide(op: str, rows: int, order: Sequence[str]) -> None:
@@ -197,7 +197,7 @@ def _small_neighbours(base: LinearTile, k: int, pair: bool) -> Iterator[LinearTi
     yield base._replace(ahead=0 if base.ahead else 1024)
 
 
-def _small_bytes(tile: LinearTile, rows: int) -> int:
+def pipeline_bytes(tile: LinearTile, rows: int) -> int:
     """Shared memory of the pipeline's buffers: weights, and rows padded to 8 or 16. fp32 lanes have none."""
     padded = 8 if rows <= 8 else 16
     return tile.stages * (tile.block_n + padded) * tile.block_k * 2 if tile.dot else 0
@@ -220,8 +220,3 @@ def _rows_tiles(projection: Projection, rows: int, limits: DeviceLimits) -> Iter
                 tile = tile._replace(stages=tile.stages - 1)
             if tile_bytes(tile, rows) <= limits.shared_memory:
                 yield tile
-
-
-def _turn(bucket: int) -> tuple[int, int]:
-    """1, 8 and 64 first: time may be up before every bucket had its turn."""
-    return (bucket.bit_length() - 1) % 3, bucket

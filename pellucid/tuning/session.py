@@ -18,7 +18,7 @@ from pellucid.selection.evidence import STEP_TIE_SHARE, Evidence, Measurement, f
 from pellucid.selection.plan import ExecutionPlan
 from pellucid.selection.registry import discover
 from pellucid.tuning.gate import Bench, GatedTrial, gate
-from pellucid.tuning.measure import Budget, CannotMeasureError, Question, compare
+from pellucid.tuning.measure import Budget, CannotMeasureError, Question, compare, turn
 from pellucid.tuning.step_choices import (
     DEFAULT,
     MEASURED,
@@ -213,7 +213,7 @@ def undecided(plan: ExecutionPlan) -> tuple[Question, ...]:
         order = (str(decision.value), *(r.candidate for r in decision.rejected if r.runs))
         if len(order) > 1:
             found.append(Question(decision.op, decision.bucket, order, traits_of(plan, family)))
-    return tuple(sorted(found, key=lambda q: (_turn(q.bucket), q.bucket)))
+    return tuple(sorted(found, key=lambda q: turn(q.bucket)))
 
 
 def tune(
@@ -320,11 +320,6 @@ def _withdraw(
         for (op, at, name), m in evidence.items()
         if not m.right or at != bucket or not concerns(op, families)
     }
-
-
-def _turn(bucket: int) -> int:
-    """1, 8, 64 ... before 2, 16, 128 ... before 4, 32, 256."""
-    return (bucket.bit_length() - 1) % 3
 
 
 def _quartiles(values: Sequence[float]) -> float:

@@ -288,7 +288,7 @@ def test_figures_are_kept_for_starts_and_for_the_next_run_that_takes_what_is_kno
 
 def test_what_a_start_had_no_time_for_is_asked_also_where_known_figures_are_taken(cache):
     start = bench_of()
-    args = EngineArgs("model", measure_seconds=1)
+    args = EngineArgs("model", measure="cached", measure_seconds=1)
     tune_plan(args, V2_LITE, gpu_machine(), resolver(), {}, True, bench=start, clock=start.clock)
     assert any(line["skipped"] for line in kept(cache))
     bench = bench_of(wrong={OTHER_MOE: "row 2 differs"})

@@ -102,14 +102,15 @@ def test_the_seconds_of_a_start_are_kept_to_and_a_cold_start_has_fewer_than_twen
     assert start.DEFAULT_SECONDS < 20
 
 
-def test_without_the_flag_a_start_measures_what_is_not_known_and_off_measures_nothing(cache):
+def test_without_the_flag_a_start_reads_what_is_known_and_off_reads_nothing(cache):
     bench = SimulatedBench({**STEP, "library": 45.0})
-    assert on_a_card(bench, measure="off").plan == resolver()({})
-    assert bench.asked == []
-    first = on_a_card(bench, measure=None)
-    assert bench.asked != []
+    assert on_a_card(bench, measure=None).plan == resolver()({})
+    assert bench.asked == [] and not cache.exists()
+    first = on_a_card(bench, measure="cached")
+    assert bench.asked != [] and first.plan != resolver()({})
     bench = SimulatedBench({})
-    assert on_a_card(bench, measure="cached").plan == first.plan
+    assert on_a_card(bench, measure=None).plan == first.plan
+    assert on_a_card(bench, measure="off").plan == resolver()({})
     assert bench.asked == []
 
 
@@ -212,7 +213,7 @@ def test_a_start_has_no_time_for_what_nvcc_compiles_and_a_longer_session_asks_it
     asked, taken = {}, {}
     for seconds in (12, 600, 12):
         bench = SimulatedBench({"flashinfer_mla": 1.0})
-        args = EngineArgs("model", max_num_seqs=4, max_num_batched_tokens=16, measure_seconds=seconds)
+        args = EngineArgs("model", max_num_seqs=4, max_num_batched_tokens=16, measure="cached", measure_seconds=seconds)
         make = resolver(max_num_seqs=4, max_num_batched_tokens=16)
         plan = tune_plan(args, V2_LITE, gpu_machine(), make, {}, True, bench=bench, clock=bench.clock).plan
         asked[seconds] = {name for key, name in bench.asked if key.startswith("attention")}
