@@ -27,6 +27,18 @@ class Span(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
+class PromptTables:
+    """What a backend of ours derives from `spans` in prefill, given: by a captured step, whose shapes are fixed.
+
+    `tiles` int32 [tiles, 5], as `prefill_tiles.tile_rows` makes them. `key_slots` int64 [keys]: rows of the pool that
+    hold the keys of all sequences, for MLA on expanded keys.
+    """
+
+    tiles: torch.Tensor
+    key_slots: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class AttentionMetadata:
     """Where each query row of one call looks. Tensors for kernels, `spans` for plain torch."""
 
@@ -37,6 +49,7 @@ class AttentionMetadata:
     context: torch.Tensor
     """int32 [tokens]: keys this row sees, itself included; 0 for a padded row."""
     spans: tuple[Span, ...]
+    tables: PromptTables | None = None
 
 
 class AttentionBackend(Protocol):

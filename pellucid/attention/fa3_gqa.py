@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pellucid.attention.base import PartialAttention
+from pellucid.kernels.device import to_device
 from pellucid.traits.backend import ANY, ANY_HEADS, BackendTraits, Package, Phase, Priority
 
 if TYPE_CHECKING:
@@ -89,6 +90,6 @@ def query_starts(metadata: AttentionMetadata) -> tuple[torch.Tensor, torch.Tenso
     import torch
 
     spans, device = metadata.spans, metadata.page_table.device
-    starts = torch.tensor([*(span.start for span in spans), spans[-1].stop], dtype=torch.int32, device=device)
-    contexts = torch.tensor([span.context for span in spans], dtype=torch.int32, device=device)
+    starts = to_device([*(span.start for span in spans), spans[-1].stop], torch.int32, device)
+    contexts = to_device([span.context for span in spans], torch.int32, device)
     return starts, contexts, max(span.stop - span.start for span in spans)

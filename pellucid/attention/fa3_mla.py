@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from pellucid.attention.base import PartialAttention
 from pellucid.attention.gathered_keys import MAX_EXPANDED, groups_of, key_slots, key_starts
+from pellucid.kernels.device import to_device
 from pellucid.traits.backend import ANY, ANY_HEADS, BackendTraits, MLADims, Package, Phase, Priority
 
 if TYPE_CHECKING:
@@ -96,4 +97,4 @@ def _starts(spans: Sequence[Span], device: torch.device) -> tuple[torch.Tensor, 
     rows = [*(span.start - first for span in spans), spans[-1].stop - first]
     begins = key_starts(spans)
     keys = [*begins, begins[-1] + spans[-1].context]
-    return tuple(torch.tensor(values, dtype=torch.int32, device=device) for values in (rows, keys))  # type: ignore[return-value]
+    return tuple(to_device(values, torch.int32, device) for values in (rows, keys))  # type: ignore[return-value]

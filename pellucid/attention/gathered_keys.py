@@ -8,6 +8,7 @@ from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from pellucid.attention.base import Span
+from pellucid.kernels.device import to_device
 
 if TYPE_CHECKING:
     import torch
@@ -41,7 +42,7 @@ def key_slots(metadata: AttentionMetadata, latent: torch.Tensor, first: int, spa
     page, device = latent.shape[1], latent.device
     # Known here, so that the device need not be asked for it.
     total = sum(span.context for span in spans)
-    starts, counts = torch.tensor([key_starts(spans), [span.context for span in spans]], device=device)
+    starts, counts = to_device([key_starts(spans), [span.context for span in spans]], torch.int64, device)
     sequence = torch.repeat_interleave(counts, output_size=total)
     position = torch.arange(total, device=device) - starts[sequence]
     slots: torch.Tensor = metadata.page_table[first + sequence, position // page].long() * page + position % page

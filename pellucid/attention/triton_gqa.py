@@ -93,7 +93,10 @@ class TritonGQA(PartialAttention):
 
         spans = metadata.spans
         tile = prefill_tile(q.shape[-1], q.shape[-1], self.limits, max(span.stop - span.start for span in spans))
-        tiles = self.memo.get(metadata, tile.block_m, lambda: query_tiles(spans, tile.block_m, q.device))
+        if metadata.tables is not None:
+            tiles = metadata.tables.tiles
+        else:
+            tiles = self.memo.get(metadata, tile.block_m, lambda: query_tiles(spans, tile.block_m, q.device))
         out = q.new_empty(q.shape)
         paged_prefill(q, keys, values, metadata.page_table, tiles, scale, num_kv_heads, out, tile=tile)
         return out

@@ -11,9 +11,11 @@ from pellucid.attention.gathered_keys import MAX_EXPANDED, groups_of, key_slots,
 from pellucid.traits.backend import ANY, ANY_HEADS, BackendTraits, Package, Phase, Priority, SharedMemoryModel
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import torch
 
-    from pellucid.attention.base import AttentionMetadata, Expand
+    from pellucid.attention.base import AttentionMetadata, Expand, Span
     from pellucid.kernels.context import KernelContext
     from pellucid.kernels.device import DeviceLimits
     from pellucid.kernels.triton.prefill_tiles import StepMemo
@@ -111,20 +113,33 @@ class TritonMLA(PartialAttention):
         expand: Expand,
     ) -> torch.Tensor:
         from pellucid.kernels.triton.prefill import ragged_prefill
-        from pellucid.kernels.triton.prefill_tiles import prefill_tile, query_tiles
+        from pellucid.kernels.triton.prefill_tiles import prefill_tile
 
         heads, qk_dim = q.shape[1:]
         pool = latent.flatten(0, 1)
         longest = max(span.stop - span.start for span in metadata.spans)
         out = q.new_empty(0)
         for first, spans in groups_of(metadata.spans, MAX_EXPANDED // (2 * heads * qk_dim)):
-            slots = self.memo.get(metadata, first, partial(key_slots, metadata, latent, first, spans))
-            rows = pool[slots]  # [keys, kv_lora_rank + rope]
+            rows = pool[self._key_slots(metadata, latent, first, spans)]  # [keys, kv_lora_rank + rope]
             k_nope, v = expand(rows[:, :kv_lora_rank])
             if out.dim() == 1:
                 out = q.new_empty(*q.shape[:2], v.shape[-1])
             tile = prefill_tile(qk_dim, v.shape[-1], self.limits, longest)
-            make_tiles = partial(query_tiles, spans, tile.block_m, q.device, key_starts(spans))
-            tiles = self.memo.get(metadata, (first, tile.block_m), make_tiles)
+            tiles = self._tiles(metadata, first, spans, tile.block_m)
             ragged_prefill(q, k_nope, v, tiles, scale, out, tile=tile, k_shared=rows[:, kv_lora_rank:])
         return out
+
+    def _key_slots(
+        self, metadata: AttentionMetadata, latent: torch.Tensor, first: int, spans: Sequence[Span]
+    ) -> torch.Tensor:
+        if metadata.tables is not None:
+            return metadata.tables.key_slots
+        return self.memo.get(metadata, first, partial(key_slots, metadata, latent, first, spans))
+
+    def _tiles(self, metadata: AttentionMetadata, first: int, spans: Sequence[Span], block_m: int) -> torch.Tensor:
+        from pellucid.kernels.triton.prefill_tiles import query_tiles
+
+        if metadata.tables is not None:
+            return metadata.tables.tiles
+        make = partial(query_tiles, spans, block_m, metadata.page_table.device, key_starts(spans))
+        return self.memo.get(metadata, (first, block_m), make)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from unittest.mock import patch
 
 from pellucid.layers.fused_step import FusedStep
+from pellucid.runner.cuda_graphs import capture_graph
 
 if TYPE_CHECKING:
     import torch
@@ -176,10 +177,12 @@ def time_graph(launches: list[Callable[[], None]]) -> tuple[float, float]:
     for launch in launches[:2]:
         launch()
     torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+
+    def launch_all() -> None:
         for launch in launches:
             launch()
+
+    graph = capture_graph(launch_all)
     # A short graph is replayed several times between two events, so that their own cost is small beside it.
     replays = max(1, 64 // len(launches))
     graph.replay()

@@ -1,10 +1,13 @@
-"""What sizes of tiles and grids depend on, read from a CUDA device. Used by attention, MoE and the fused layers."""
+"""What sizes of tiles and grids depend on, read from a CUDA device, and how values get there. Used by attention, MoE,
+the fused layers and the runners."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import torch
 
 PDL_SM = frozenset({90, 100, 103, 110, 120, 121})
@@ -40,3 +43,13 @@ def device_limits(device: torch.device) -> DeviceLimits:
     return DeviceLimits(
         10 * found.major + found.minor, found.multi_processor_count, found.shared_memory_per_block_optin
     )
+
+
+def to_device(values: Sequence[Any], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A tensor of (nested) numbers. The host waits for nothing: from memory that is not pinned it would wait for all
+    that it has launched before."""
+    import torch
+
+    if device.type != "cuda":
+        return torch.tensor(values, dtype=dtype, device=device)
+    return torch.tensor(values, dtype=dtype, pin_memory=True).to(device, non_blocking=True)

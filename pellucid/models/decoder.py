@@ -64,6 +64,5 @@ class Decoder:
             layer.add_to(x, batch)
             if index in capture:
                 captured[index] = x.clone()
-        wanted = x if batch.logit_rows.shape[0] == x.shape[0] else x[batch.logit_rows]
-        logits = self.lm_head(self.norm(wanted)).float()
+        logits = self.lm_head(self.norm(x[batch.logit_rows])).float()
         return DecoderOutput(logits, tuple(captured[index] for index in capture))

@@ -1,5 +1,5 @@
-"""Compiles the kernels of fused steps in several processes, while weights load: into Triton's cache on disk, where the
-engine finds them. Started by `engine.startup`, waited for by `GPURunner` before its first step.
+"""Compiles the kernels of captured steps in several processes, while weights load: into Triton's cache on disk, where
+the engine finds them. Started by `engine.startup`, waited for by `GPURunner` before its first step.
 
 A kernel's compilation takes a second or more of one core, and a bucket of rows has about twenty. What a child does not
 come to, or gets wrong, is compiled later as without it: nothing depends on it but time.
@@ -21,6 +21,7 @@ from pathlib import Path
 from types import TracebackType
 
 from pellucid.kernels.device import DeviceLimits
+from pellucid.runner.prompt_graphs import PromptShape, prompt_shapes
 from pellucid.selection.bucket import buckets_up_to
 from pellucid.selection.evidence import is_tile_op
 from pellucid.selection.plan import ExecutionPlan
@@ -36,22 +37,26 @@ SAMPLED_ROWS = (1, 2, 16)
 
 
 REACH_KERNELS = frozenset({
-    "device", "dtype", "kv.dtype", "kv.layout", "kv.page_size", "max_num_seqs", "max_model_len", "attention.decode",
-    "moe",
+    "device", "dtype", "kv.dtype", "kv.layout", "kv.page_size", "max_num_seqs", "max_num_batched_tokens",
+    "max_model_len", "attention.decode", "moe", "cuda_graphs", "prompt_graphs",
 })  # fmt: skip
-"""Decisions that a kernel of a decode step is compiled for."""
+"""Decisions that a kernel is compiled for."""
+
+PROMPT_CHILDREN = 2
+"""That share the prompts' kernels: neighbours in size have most in common."""
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class CompileJob:
-    """What a child compiles: steps of these buckets. `traits` are of the layers that differ."""
+    """What a child compiles: decode steps of buckets, prompts of shapes. `traits` are of the layers that differ."""
 
     traits: ModelTraits
     plan: ExecutionPlan
     limits: DeviceLimits
     buckets: tuple[int, ...]
+    prompts: tuple[PromptShape, ...]
 
 
 class CompileAhead:
@@ -67,8 +72,9 @@ class CompileAhead:
         shown = tuple(dict.fromkeys(traits.moe_layers))
         small = replace(traits, num_layers=len(shown), moe_layers=shown, mtp_layers=0)
         short = replace(plan, decisions=tuple(replace(d, rejected=(), measured=()) for d in plan.decisions))
-        for buckets in _shares(buckets_up_to(plan.max_num_seqs), children_for(cores, MOST_CHILDREN)):
-            self._children.append(_start(CompileJob(small, short, limits, buckets)))
+        shapes = prompt_shapes(traits, plan) if plan.cuda_graphs else ()
+        for buckets, prompts in _shares(buckets_up_to(plan.max_num_seqs), shapes, children_for(cores, MOST_CHILDREN)):
+            self._children.append(_start(CompileJob(small, short, limits, buckets, prompts)))
 
     def __enter__(self) -> CompileAhead:
         return self
@@ -99,9 +105,19 @@ class CompileAhead:
                 self._mark.touch()
 
 
-def _shares(buckets: Sequence[int], count: int) -> list[tuple[int, ...]]:
-    """Buckets dealt out to at most `count` children."""
-    return [share for start in range(count) if (share := tuple(buckets[start::count]))]
+def _shares(
+    buckets: Sequence[int], shapes: Sequence[PromptShape], count: int
+) -> list[tuple[tuple[int, ...], tuple[PromptShape, ...]]]:
+    """Buckets, then runs of neighbouring shapes, dealt out to at most `count` children."""
+    length = max(1, -(-len(shapes) // min(PROMPT_CHILDREN, count)))
+    runs = [tuple(shapes[start : start + length]) for start in range(0, len(shapes), length)]
+    dealt: list[tuple[tuple[int, ...], tuple[PromptShape, ...]]] = [((bucket,), ()) for bucket in buckets]
+    dealt += [((), run) for run in runs]
+    shares = [dealt[start::count] for start in range(min(count, len(dealt)))]
+    return [
+        (tuple(bucket for one, _ in share for bucket in one), tuple(shape for _, run in share for shape in run))
+        for share in shares
+    ]
 
 
 def _start(job: CompileJob) -> subprocess.Popen[bytes]:
@@ -124,7 +140,7 @@ def _mark(traits: ModelTraits, plan: ExecutionPlan, limits: DeviceLimits) -> Pat
 
     kernels = hashlib.sha256()
     package = Path(__file__).parents[1]
-    for folder in ("kernels/triton", "layers", "models"):
+    for folder in ("kernels/triton", "attention", "layers", "models", "moe", "runner"):
         for path in sorted((package / folder).glob("*.py")):
             kernels.update(path.read_bytes())
     choices = [(d.key, d.value) for d in plan.decisions if d.op in REACH_KERNELS or is_tile_op(d.op)]

@@ -1,4 +1,4 @@
-"""Compiles the kernels of fused steps for a device: `python -m pellucid.runner.compile_child`, a pickled job on stdin.
+"""Compiles kernels of captured steps for a device: `python -m pellucid.runner.compile_child`, a pickled job on stdin.
 
 The steps are the engine's own, over tensors that have shapes and no memory; every launch stops behind its compilation.
 Needs no GPU. Started by `runner.compile_ahead`.
@@ -12,12 +12,15 @@ from typing import TYPE_CHECKING, Any
 
 from pellucid.attention.base import PartialAttention
 from pellucid.runner.compile_ahead import SAMPLED_ROWS, CompileJob
+from pellucid.runner.prompt_graphs import PromptStep
 from pellucid.utils.process import end_with_parent
 
 if TYPE_CHECKING:
     import torch
 
     from pellucid.attention.base import AttentionBackend
+    from pellucid.kernels.device import DeviceLimits
+    from pellucid.traits.model import ModelTraits
 
 
 def main() -> None:
@@ -27,13 +30,14 @@ def main() -> None:
 
 
 def compile_steps(job: CompileJob, device: str = "meta") -> None:
-    """Every kernel that `GPURunner` launches for steps of the job's buckets, and to sample prompts.
+    """Every kernel that `GPURunner` launches for steps of the job's buckets and shapes, and to sample prompts.
 
     `device`: where tensors are; with memory, on another than `meta`, the same kernels are compiled.
     """
     import torch
 
-    from pellucid.kernels.torch_ops import TorchOps
+    from pellucid.kernels.triton.routing import route
+    from pellucid.kernels.triton.row_ops import TritonOps
     from pellucid.kvcache.pool import KVPool
     from pellucid.layers.backends import LayerBackends
     from pellucid.layers.step_tiles import plan_tiles
@@ -50,8 +54,10 @@ def compile_steps(job: CompileJob, device: str = "meta") -> None:
     _only_compile(job.limits.sm)
     traits, plan, where = job.traits, job.plan, torch.device(device)
     dtype = dtype_of(plan.dtype)
-    # Those whose weights fused steps read (`decode_path`); what layered ones launch is compiled when a prompt comes.
-    backends = LayerBackends(TorchOps(), ReferenceLinear(dtype, where), TritonFusedMoE(dtype, where), False)
+    moe = TritonFusedMoE(dtype, where)
+    moe.shared_memory = job.limits.shared_memory
+    # Ours: what is computed with those of others is not captured (`decode_path`), and compiled when it is needed.
+    backends = LayerBackends(TritonOps(), ReferenceLinear(dtype, where), moe, traits.attention.kind == "mla", route)
     decoder = load_decoder(traits, SyntheticTensors(traits, 0), backends, plan.max_model_len)
     pool = KVPool(
         traits.attention, traits.num_layers, plan.num_kv_pages, plan.page_size, dtype_of(plan.kv_dtype), where
@@ -76,6 +82,18 @@ def compile_steps(job: CompileJob, device: str = "meta") -> None:
             fused.step(rows)
             if rows in {min(sampled, most) for sampled in SAMPLED_ROWS}:
                 fused.sample(empty(rows, traits.vocab_size, dtype=torch.float32), empty(rows))
+        for shape in job.prompts:
+            PromptStep(decoder, pool, own_prefill(traits, job.limits), shape, job.limits, where).forward()
+
+
+def own_prefill(traits: ModelTraits, limits: DeviceLimits) -> AttentionBackend:
+    """Our attention for prompts, on a device that need not be there."""
+    from pellucid.attention.triton_gqa import TritonGQA
+    from pellucid.attention.triton_mla import TritonMLA
+    from pellucid.kernels.triton.prefill_tiles import StepMemo
+
+    kind = TritonMLA if traits.attention.kind == "mla" else TritonGQA
+    return kind("prefill", limits, StepMemo())
 
 
 class ElsewhereCompiled(PartialAttention):

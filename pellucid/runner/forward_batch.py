@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Container, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 from pellucid.attention.base import AttentionBackend, AttentionMetadata, Span
+from pellucid.kernels.device import to_device
 from pellucid.kvcache.pool import KVPool
 from pellucid.layers.batch import AttentionSegment, ForwardBatch
 from pellucid.step_plan import ScheduledSequence, StepPlan
@@ -25,21 +26,7 @@ def build_forward_batch(
     """The batch of one step. `all_logits` are the requests that want logits of every row, not of the last."""
     import torch
 
-    page_size = pool.page_size
-    token_ids: list[int] = []
-    positions: list[int] = []
-    slots: list[int] = []
-    logit_rows: list[int] = []
-    for row in plan.scheduled:
-        begin, stop = len(token_ids), row.start + len(row.token_ids)
-        token_ids += row.token_ids
-        positions += range(row.start, stop)
-        slots += [row.pages[p // page_size] * page_size + p % page_size for p in range(row.start, stop)]
-        if row.request_id in all_logits:
-            logit_rows += range(begin, len(token_ids))
-        elif row.sample:
-            logit_rows.append(len(token_ids) - 1)
-
+    places = place_tokens(plan.scheduled, pool.page_size, all_logits)
     groups = [(plan.scheduled[: plan.num_decode], decode_backend), (plan.scheduled[plan.num_decode :], prefill_backend)]
     if decode_backend == prefill_backend:
         # One kernel serves both phases: one call for all rows.
@@ -51,17 +38,32 @@ def build_forward_batch(
             segments.append(AttentionSegment(start, stop, backend, attention_metadata(rows, device)))
             start = stop
 
-    def tensor(values: list[int]) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.int64, device=device)
+    token_ids, positions, slots, logit_rows = (to_device(values, torch.int64, device) for values in places)
+    return ForwardBatch(token_ids, positions, slots, tuple(segments), pool, logit_rows)
 
-    return ForwardBatch(
-        token_ids=tensor(token_ids),
-        positions=tensor(positions),
-        slots=tensor(slots),
-        segments=tuple(segments),
-        pool=pool,
-        logit_rows=tensor(logit_rows),
-    )
+
+class TokenPlaces(NamedTuple):
+    """Of every token of some rows, one after another: id, position, and slot of the pool; and the rows with logits."""
+
+    token_ids: list[int]
+    positions: list[int]
+    slots: list[int]
+    logit_rows: list[int]
+
+
+def place_tokens(rows: Sequence[ScheduledSequence], page_size: int, all_logits: Container[str] = ()) -> TokenPlaces:
+    """`all_logits` as in `build_forward_batch`."""
+    places = TokenPlaces([], [], [], [])
+    for row in rows:
+        begin, stop = len(places.token_ids), row.start + len(row.token_ids)
+        places.token_ids.extend(row.token_ids)
+        places.positions.extend(range(row.start, stop))
+        places.slots.extend(row.pages[p // page_size] * page_size + p % page_size for p in range(row.start, stop))
+        if row.request_id in all_logits:
+            places.logit_rows.extend(range(begin, len(places.token_ids)))
+        elif row.sample:
+            places.logit_rows.append(len(places.token_ids) - 1)
+    return places
 
 
 def attention_metadata(rows: Sequence[ScheduledSequence], device: torch.device) -> AttentionMetadata:
@@ -79,7 +81,5 @@ def attention_metadata(rows: Sequence[ScheduledSequence], device: torch.device) 
         context += range(row.start + 1, stop + 1)
         spans.append(Span(begin, len(sequence), stop))
 
-    def tensor(values: object) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.int32, device=device)
-
-    return AttentionMetadata(tensor(table), tensor(sequence), tensor(context), tuple(spans))
+    page_table, sequences, contexts = (to_device(values, torch.int32, device) for values in (table, sequence, context))
+    return AttentionMetadata(page_table, sequences, contexts, tuple(spans))

@@ -1,7 +1,7 @@
 """The runner where decode steps are fused: state on the device, one CUDA graph a bucket, steps ahead of the host.
 
 Made by `engine.startup` where the plan's decode path is `fused`. Prompts go through the layered decoder of
-`ModelRunner`; their first tokens, like all others, are sampled on the device and stay there:
+`ModelRunner`, short ones from graphs; their first tokens, like all others, are sampled on the device and stay there:
 
       host     launch n: delta of what changed, graph      launch n + 1: nothing to send, graph     collect n: ring
       device   [ step n: reads tokens, positions; writes the next ones, and the ring )[ step n + 1
@@ -15,7 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from pellucid.core import PellucidError, Request
-from pellucid.kernels.device import device_limits
+from pellucid.kernels.device import device_limits, to_device
 from pellucid.kvcache.pool import KVPool
 from pellucid.layers.step_tiles import plan_tiles
 from pellucid.models.decoder import Decoder
@@ -27,6 +27,7 @@ from pellucid.runner.compile_ahead import SAMPLED_ROWS
 from pellucid.runner.cuda_graphs import CudaGraphs
 from pellucid.runner.device_state import DeviceState
 from pellucid.runner.model_runner import ComputedStep, ModelRunner, keep
+from pellucid.runner.prompt_graphs import PromptGraphs, PromptShape, PromptStep, prompt_shapes
 from pellucid.runner.sampler import Constraint, SampledToken, SamplingState, not_finite, sample
 from pellucid.selection.bucket import bucket, buckets_up_to
 from pellucid.selection.plan import ExecutionPlan
@@ -97,6 +98,7 @@ class GPURunner:
             FusedDecoder, layered.model, layered.pool, self._state, ring, plan.max_model_len, device_limits(self.device)
         )
         self.fused = self.fused_under(plan)
+        shapes = prompt_shapes(traits, plan) if buckets is None and plan.cuda_graphs else ()
         buckets = buckets_up_to(plan.max_num_seqs) if buckets is None else buckets
         with torch.inference_mode():
             for rows in buckets:
@@ -108,6 +110,7 @@ class GPURunner:
                 self.fused.sample(logits, torch.full_like(logits[:, 0], self._state.scratch_slot, dtype=torch.int32))
             torch.cuda.synchronize(self.device)
             self._graphs = CudaGraphs(self.fused.step, buckets) if plan.cuda_graphs else None
+            self._prompts = PromptGraphs(shapes, self._prompt_step)
             ring.step.zero_()
 
     @property
@@ -170,7 +173,7 @@ class GPURunner:
                 parts.append(self._decode(*zip(*decode, strict=True)))
             prefill = plan.scheduled[plan.num_decode :]
             if prefill:
-                computed = self._layered.launch(StepPlan(plan.step, prefill, 0, plan.num_tokens - plan.num_decode))
+                computed = self._prefill(StepPlan(plan.step, prefill, 0, plan.num_tokens - plan.num_decode))
                 parts += self._sample_prompts(computed)
                 by_host = [None if state is None or _on_device(state) else state for state in computed.states]
                 if any(by_host):
@@ -224,6 +227,20 @@ class GPURunner:
         logits = None if all(map(_on_device, states)) else self.fused.logits(size)[: len(rows)]
         return SampledPart(rows, states, self._next_line(), logits)
 
+    def _prefill(self, plan: StepPlan) -> ComputedStep:
+        """By a graph, where one holds the chunks and nobody wants more of them than the device's next tokens."""
+        states = [self._layered.state(row.request_id) for row in plan.scheduled]
+        plain = all(state is None or _on_device(state) for state in states)
+        shape = self._prompts.fitting(plan.scheduled) if plain else None
+        if shape is None:
+            return self._layered.launch(plan)
+        return ComputedStep(plan, states, frozenset(), self._prompts.replay(shape, plan.scheduled), ())
+
+    def _prompt_step(self, shape: PromptShape) -> PromptStep:
+        layered = self._layered
+        backend = layered.attention_backend("prefill", shape.rows)
+        return PromptStep(layered.model, layered.pool, backend, shape, device_limits(self.device), self.device)
+
     def _sample_prompts(self, computed: ComputedStep) -> list[SampledPart]:
         """Sample the prompts that end with this step, but for those that are the host's."""
         import torch
@@ -238,7 +255,7 @@ class GPURunner:
             return []
         logits = computed.logits
         if len(lines) < logits.shape[0]:
-            logits = logits[torch.tensor(lines, device=logits.device)]
+            logits = logits[to_device(lines, torch.int64, logits.device)]
         rows, states = zip(*ended, strict=True)
         slots = self._state.place_sampled(rows, [(state.params, state.seed) for state in states])
         self.fused.sample(logits, slots)

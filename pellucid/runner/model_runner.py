@@ -10,6 +10,7 @@ from pellucid.attention.base import AttentionBackend
 from pellucid.core import PellucidError, Request, TokenLogprobs
 from pellucid.kernels.context import KernelContext
 from pellucid.kvcache.pool import KVPool
+from pellucid.layers.batch import ForwardBatch
 from pellucid.models.loading import load_decoder
 from pellucid.models.weights import ProgressCallback
 from pellucid.quantization.weight import dtype_of
@@ -111,25 +112,23 @@ class ModelRunner:
         """Compute the plan's rows and write their KV."""
         import torch
 
-        prefill_tokens = plan.num_tokens - plan.num_decode
         live = [self._states.get(row.request_id) for row in plan.scheduled]
         wants_all = frozenset(
             s.request.request_id for s in live if s is not None and s.params.prompt_logprobs is not None
         )
         wants_hidden = any(s is not None and s.request.capture_hidden for s in live)
         with torch.inference_mode():
-            batch = build_forward_batch(
-                plan,
-                self.pool,
-                self.device,
-                self._backend("decode", max(plan.num_decode, 1)),
-                self._backend("prefill", max(prefill_tokens, 1)),
-                wants_all,
-            )
-            output = self.model.forward(batch, self.capture if wants_hidden else ())
+            output = self.model.forward(self.batch(plan, wants_all), self.capture if wants_hidden else ())
         return ComputedStep(plan, live, wants_all, output.logits, output.hidden)
 
-    def _backend(self, phase: Phase, tokens: int) -> AttentionBackend:
+    def batch(self, plan: StepPlan, wants_all: frozenset[str] = frozenset()) -> ForwardBatch:
+        """What the decoder reads of a plan. `wants_all` as in `ComputedStep`."""
+        decode, prefill = max(plan.num_decode, 1), max(plan.num_tokens - plan.num_decode, 1)
+        backends = (self.attention_backend("decode", decode), self.attention_backend("prefill", prefill))
+        return build_forward_batch(plan, self.pool, self.device, *backends, wants_all)
+
+    def attention_backend(self, phase: Phase, tokens: int) -> AttentionBackend:
+        """The plan's, for so many tokens of a phase."""
         return self._attention[phase, self.plan.backend(f"attention.{phase}", tokens)]
 
     def collect(self, pending: ComputedStep) -> StepResult:

@@ -72,7 +72,7 @@ class EngineArgs:
     enable_prefix_caching: bool | None = _flag(bool, "Reuse the KV of equal prefixes.")
     enable_chunked_prefill: bool | None = _flag(bool, "Split long prompts over several steps.")
     decode_path: str | None = _flag(str, "How decode steps are computed, or the start fails.", "fused", "layered")
-    enforce_eager: bool | None = _flag(bool, "Launch every kernel of a decode step; no CUDA graphs.")
+    enforce_eager: bool | None = _flag(bool, "Launch every kernel of a step; no CUDA graphs.")
     batch_invariant: bool | None = _flag(bool, "Results that do not depend on what a request is batched with.")
     threads: int | None = _flag(int, "CPU threads of the kernels.")
     seed: int | None = _flag(int, "Seed of requests that bring none.")

@@ -1,4 +1,4 @@
-"""Decides how decode steps are computed: by layers, or fused and from CUDA graphs. Called by `resolve`."""
+"""Decides how steps are launched: decode by layers, or fused; what is captured in CUDA graphs. Called by `resolve`."""
 
 from __future__ import annotations
 
@@ -6,13 +6,18 @@ from collections.abc import Sequence
 
 from pellucid.core import PlanError
 from pellucid.selection.args import EngineArgs
-from pellucid.selection.plan import Decision
+from pellucid.selection.plan import Decision, How
 from pellucid.traits.backend import BackendTraits
 from pellucid.traits.model import ModelTraits
 
 FUSED, LAYERED = "fused", "layered"
 
 DENSE = frozenset({"bf16", "fp16", "fp32"})
+
+PROMPT_TOKENS = 1024
+"""Of the longest chunk that is captured."""
+
+NOTHING_CAPTURED: dict[str, bool | int] = {"cuda_graphs": False, "prompt_graphs": 0}
 
 
 def decide_decode(
@@ -25,7 +30,8 @@ def decide_decode(
     kernels: Sequence[Decision],
     backends: Sequence[BackendTraits],
 ) -> tuple[Decision, ...]:
-    """`decode_path`, and `cuda_graphs`, which holds for the fused path only. `kernels` chose among `backends`.
+    """`decode_path`, and what of it is captured, `cuda_graphs` and `prompt_graphs`: of the fused path only. `kernels`
+    chose among `backends`.
 
     Raises:
         PlanError: the fused path was asked for and does not fit.
@@ -45,11 +51,25 @@ def decide_decode(
         reason = "only the fused path is captured"
         if args.enforce_eager is False:
             raise PlanError(f"--no-enforce-eager: {reason}, and the decode path is {path.value}; leave the flag out")
-        return path, Decision("cuda_graphs", None, False, "forced by traits", (reason,))
-    if args.enforce_eager is not None:
-        flag = "--enforce-eager" if args.enforce_eager else "--no-enforce-eager"
-        return path, Decision("cuda_graphs", None, not args.enforce_eager, "asked", (flag,))
-    return path, Decision("cuda_graphs", None, True, "default", ("one graph a bucket of decode rows: no launch costs",))
+        return path, *(Decision(op, None, no, "forced by traits", (reason,)) for op, no in NOTHING_CAPTURED.items())
+    if args.enforce_eager:
+        return path, *(Decision(op, None, no, "asked", ("--enforce-eager",)) for op, no in NOTHING_CAPTURED.items())
+    how: How = "default" if args.enforce_eager is None else "asked"
+    because = "one graph a bucket of decode rows: no launch costs" if how == "default" else "--no-enforce-eager"
+    return path, Decision("cuda_graphs", None, True, how, (because,)), decide_prompts(kernels, backends)
+
+
+def decide_prompts(kernels: Sequence[Decision], backends: Sequence[BackendTraits]) -> Decision:
+    """Up to the first bucket with a backend that is not ours: what others do with a prompt's lengths, a graph can't."""
+    ours = {(backend.op, backend.name) for backend in backends if backend.fused_decode == "inside"}
+    computing = [d for d in kernels if d.op in ("attention.prefill", "moe") and d.bucket is not None]
+    foreign = [d for d in computing if (d.op.partition(".")[0], str(d.value)) not in ours]
+    first = min(foreign, key=lambda d: d.bucket or 0, default=None)
+    if first is not None and first.bucket is not None and first.bucket <= PROMPT_TOKENS:
+        reason = f"{first.key} is {first.value}, whose launches depend on the lengths of each prompt"
+        return Decision("prompt_graphs", None, first.bucket // 2, "forced by traits", (reason,))
+    reason = "chunks of up to so many tokens: longer ones take the device longer than the host launches"
+    return Decision("prompt_graphs", None, PROMPT_TOKENS, "default", (reason,))
 
 
 def _obstacle(

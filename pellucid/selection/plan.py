@@ -236,6 +236,11 @@ class ExecutionPlan:
         return self._value("cuda_graphs", bool)
 
     @property
+    def prompt_graphs(self) -> int:
+        """Tokens of the longest prompt chunk that is launched as a CUDA graph; 0: none is."""
+        return self._value("prompt_graphs", int)
+
+    @property
     def batch_invariant(self) -> bool:
         return self._value("batch_invariant", bool)
 

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from pellucid.selection.decode_path import decide_prompts
 from pellucid.selection.evidence import Measurement, is_tile_op
 from pellucid.selection.plan import Decision, ExecutionPlan
 from pellucid.selection.registry import discover
@@ -111,6 +112,10 @@ def apply_choices(plan: ExecutionPlan, given: Given) -> ExecutionPlan:
         if is_tile_op(key.partition("@")[0]):
             op, _, bucket = key.partition("@")
             decisions.append(Decision(op, int(bucket), name, "measured", ("in force while a step is timed",)))
+    if plan.prompt_graphs:
+        # Follows from the backends, as in `resolve`.
+        prompts = decide_prompts(decisions, discover())
+        decisions = [prompts if decision.op == prompts.op else decision for decision in decisions]
     return replace(plan, decisions=tuple(decisions))
 
 

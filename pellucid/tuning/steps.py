@@ -113,7 +113,9 @@ class Steps:
         rows = question.bucket
         runner = self._runner(plan)
         if not isinstance(runner, GPURunner) or question.op == "step.prefill":
-            return Timer([self._layered(runner, question)], torch.device(plan.device), capture=False)
+            # As it is served: from a graph, or launched by the host.
+            captured_too = question.op == "step.prefill" and rows <= plan.prompt_graphs
+            return Timer([self._layered(runner, question, captured_too)], torch.device(plan.device), captured_too)
         fused = runner.fused_under(plan)
         with torch.inference_mode():
             self._fill(runner, rows)
@@ -180,8 +182,12 @@ class Steps:
         torch.manual_seed(0)
         runner.fill_state(min(rows, runner.plan.max_num_seqs), self._context(runner.plan))
 
-    def _layered(self, runner: GPURunner | ModelRunner, question: Question) -> Callable[[], torch.Tensor]:
-        """A step through the layers: decode rows, or one chunk of a prompt."""
+    def _layered(
+        self, runner: GPURunner | ModelRunner, question: Question, prepared: bool = False
+    ) -> Callable[[], torch.Tensor]:
+        """A step through the layers: decode rows, or one chunk of a prompt. `prepared`: what it reads is made now."""
+        import torch
+
         layered = runner.layered if isinstance(runner, GPURunner) else runner
         plan = layered.plan
         context, page = self._context(plan), plan.page_size
@@ -201,7 +207,10 @@ class Steps:
             pages = tuple(range(1, 1 + -(-(start + tokens) // page)))
             ids = tuple(i % self._traits.vocab_size for i in range(tokens))
             step = StepPlan(0, (ScheduledSequence("0", start, ids, pages, True, True),), 0, tokens)
-        return lambda: layered.launch(step).logits
+        if not prepared:
+            return lambda: layered.launch(step).logits
+        batch = layered.batch(step)
+        return torch.inference_mode()(lambda: layered.model.forward(batch).logits)
 
 
 class _Refilled(Timer):

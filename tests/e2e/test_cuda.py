@@ -153,21 +153,22 @@ def test_fused_greedy_text_is_the_layered_up_to_near_ties(shape: str, stored: Ca
     """Batches of 1, 3 and 20, chunked prompts, and a second turn on the cached first; with and without graphs."""
     path = stored(shape)
     layered, fused = on_card(path, decode_path="layered"), on_card(path)
-    assert fused.plan.cuda_graphs
-    first: dict[int, list[tuple[int, ...]]] = {}
+    assert fused.plan.cuda_graphs and fused.plan.prompt_graphs
     for count in (1, 3, 20):
         prompts = drawn_prompts(count)
         expected = layered.generate(prompts, greedy(logprobs=5))
-        first[count] = ids_of(fused.generate(prompts, greedy()))
-        assert_near(first[count], expected)
+        first = ids_of(fused.generate(prompts, greedy()))
+        assert_near(first, expected)
         hits = fused.engine.stats().prefix_cache_hit_tokens
-        second = [[*p, *ids, 7, 8, 9] for p, ids in zip(prompts, first[count], strict=True)]
+        second = [[*p, *ids, 7, 8, 9] for p, ids in zip(prompts, first, strict=True)]
         expected = layered.generate(second, greedy(logprobs=5))
         assert_near(ids_of(fused.generate(second, greedy())), expected)
         assert fused.engine.stats().prefix_cache_hit_tokens > hits
     assert_idle(fused)
     eager = on_card(path, enforce_eager=True)
-    assert ids_of(eager.generate(drawn_prompts(3), greedy())) == first[3]
+    assert_near(
+        ids_of(eager.generate(drawn_prompts(3), greedy())), layered.generate(drawn_prompts(3), greedy(logprobs=5))
+    )
 
 
 @pytest.mark.parametrize("shape", ["v3", "llama"])

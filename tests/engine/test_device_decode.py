@@ -18,6 +18,7 @@ from pellucid.runner.device_state import DeviceState
 from pellucid.runner.forward_batch import build_forward_batch
 from pellucid.runner.gpu_runner import RING, GPURunner
 from pellucid.runner.model_runner import ModelRunner
+from pellucid.runner.prompt_graphs import PromptGraphs
 from pellucid.runner.sampler import _nucleus
 from pellucid.selection.bucket import buckets_up_to
 from pellucid.step_plan import ScheduledSequence, StepPlan
@@ -45,7 +46,7 @@ class LayeredDevice:
             token = int(state.tokens[slots[row]])
             scheduled.append(ScheduledSequence(str(row), start, (token,), tuple(pages), True, False))
         plan = StepPlan(0, tuple(scheduled), len(real), len(real))
-        backends = layered._backend("decode", len(real)), layered._backend("prefill", 1)
+        backends = layered.attention_backend("decode", len(real)), layered.attention_backend("prefill", 1)
         batch = build_forward_batch(plan, layered.pool, layered.device, *backends, frozenset())
         found = layered.model.forward(batch).logits
         self._logits = torch.full((rows, found.shape[1]), float("nan"))
@@ -89,6 +90,7 @@ class StandInRunner(GPURunner):
         )
         ring = TokenRing(torch.zeros(RING, width, dtype=torch.int32), torch.zeros(1, dtype=torch.int64))
         self._ring, self._line, self._graphs = ring.tokens, 0, None
+        self._prompts = PromptGraphs((), self._prompt_step)
         self.fused: Any = LayeredDevice(layered, self._state, ring)
         self.ahead = 0
 

@@ -15,6 +15,7 @@ from pellucid.hardware import load_hardware
 from pellucid.kernels.device import DeviceLimits
 from pellucid.runner import compile_ahead
 from pellucid.runner.compile_ahead import CompileAhead, CompileJob
+from pellucid.runner.prompt_graphs import PromptShape, prompt_shapes
 from pellucid.selection.args import EngineArgs
 from pellucid.selection.plan import ExecutionPlan
 from pellucid.selection.resolve import resolve
@@ -61,6 +62,7 @@ def test_every_bucket_is_some_childs_and_a_layer_of_each_kind_is_enough(jobs: li
         ahead.wait()
     assert len(jobs) == 4
     assert sorted(bucket for job in jobs for bucket in job.buckets) == [1, 2, 4, 8, 16, 32]
+    assert sorted(shape for job in jobs for shape in job.prompts) == list(prompt_shapes(V2_LITE, plan_of()))
     assert all(job.traits.moe_layers == (False, True) and job.traits.num_layers == 2 for job in jobs)
     jobs.clear()
     with CompileAhead(SMALL_DENSE, plan_of(SMALL_DENSE), H200, cores=1):
@@ -119,7 +121,9 @@ def test_kernels_of_tensors_without_memory_are_those_of_tensors_with_it(caches: 
         moe=replace(V2_LITE.moe, num_experts=8, intermediate_size=64, shared_intermediate_size=128),
     )  # fmt: skip
     job = tmp_path / "job"
-    job.write_bytes(pickle.dumps(CompileJob(traits, plan_of(traits, max_num_seqs=5), H200, (1,))))
+    job.write_bytes(
+        pickle.dumps(CompileJob(traits, plan_of(traits, max_num_seqs=5), H200, (1,), (PromptShape(128, 256),)))
+    )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     kernels = []
     for device in ("meta", "cpu"):

@@ -9,7 +9,7 @@ import pytest
 
 from pellucid.core import PlanError
 from pellucid.selection.args import EngineArgs
-from pellucid.selection.decode_path import FUSED, LAYERED, decide_decode
+from pellucid.selection.decode_path import FUSED, LAYERED, PROMPT_TOKENS, decide_decode
 from pellucid.selection.plan import Decision
 from pellucid.selection.registry import discover
 from tests.selection.models import KIMI_K25, SMALL_DENSE, V2_LITE, plan
@@ -31,7 +31,7 @@ OBSTACLES: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-def decide(**changes: Any) -> tuple[Decision, Decision]:
+def decide(**changes: Any) -> tuple[Decision, Decision, Decision]:
     """Of V2-Lite in bf16 on one CUDA device; names of ops change the backend at their second bucket."""
     backends = {"attention.prefill": "triton_mla", "attention.decode": "triton_mla", "moe": "triton_fused"}
     backends["linear.bf16"] = "reference"
@@ -41,25 +41,28 @@ def decide(**changes: Any) -> tuple[Decision, Decision]:
     model = changes.pop("model", V2_LITE)
     where = {"device": "cuda", "ranks": 1, "dtype": "bf16", "kv_dtype": "bf16"}
     where |= {name: changes.pop(name) for name in list(changes) if name in where}
-    path, graphs = decide_decode(EngineArgs("model", **changes), model, **where, kernels=kernels, backends=discover())
-    assert (path.op, graphs.op) == ("decode_path", "cuda_graphs")
-    return path, graphs
+    found = decide_decode(EngineArgs("model", **changes), model, **where, kernels=kernels, backends=discover())
+    path, graphs, prompts = found
+    assert (path.op, graphs.op, prompts.op) == ("decode_path", "cuda_graphs", "prompt_graphs")
+    return path, graphs, prompts
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_without_an_obstacle_decode_is_fused_and_captured(dtype: str) -> None:
-    path, graphs = decide(dtype=dtype, kv_dtype=dtype)
+    path, graphs, prompts = decide(dtype=dtype, kv_dtype=dtype)
     assert (path.value, path.how) == (FUSED, "default")
     assert (graphs.value, graphs.how) == (True, "default")
+    assert (prompts.value, prompts.how) == (PROMPT_TOKENS, "default")
 
 
 @pytest.mark.parametrize("name", OBSTACLES)
 def test_each_obstacle_makes_it_layered_and_says_so(name: str) -> None:
     changes, words = OBSTACLES[name]
-    path, graphs = decide(**changes)
+    path, graphs, prompts = decide(**changes)
     assert (path.value, path.how) == (LAYERED, "forced by traits")
     assert words in " ".join(path.because)
     assert (graphs.value, graphs.how) == (False, "forced by traits")
+    assert (prompts.value, prompts.how) == (0, "forced by traits")
 
 
 @pytest.mark.parametrize("name", OBSTACLES)
@@ -74,21 +77,27 @@ def test_fused_that_can_not_be_is_refused_by_the_obstacles_name(name: str) -> No
 
 
 def test_prefill_may_run_on_any_backend() -> None:
-    assert decide(**{"attention.prefill": "reference"})[0].value == FUSED
+    """But what is not ours is not captured, from its first bucket on."""
+    path, graphs, prompts = decide(**{"attention.prefill": "reference"})
+    assert (path.value, graphs.value) == (FUSED, True)
+    assert (prompts.value, prompts.how) == (2, "forced by traits")
+    assert "attention.prefill@4 is reference" in prompts.because[0]
 
 
 @pytest.mark.parametrize("asked", [FUSED, LAYERED])
 def test_a_path_that_is_asked_for_and_fits_is_taken(asked: str) -> None:
-    path, graphs = decide(decode_path=asked)
+    path, graphs, prompts = decide(decode_path=asked)
     assert (path.value, path.how) == (asked, "asked")
     assert graphs.value is (asked == FUSED)
+    assert bool(prompts.value) is (asked == FUSED)
 
 
 @pytest.mark.parametrize("eager", [True, False])
 def test_graphs_are_asked_for_or_off(eager: bool) -> None:
-    path, graphs = decide(enforce_eager=eager)
+    path, graphs, prompts = decide(enforce_eager=eager)
     assert path.value == FUSED
     assert (graphs.value, graphs.how) == (not eager, "asked")
+    assert bool(prompts.value) is not eager
 
 
 def test_graphs_of_a_layered_path_are_refused_and_their_absence_is_not() -> None:

@@ -129,7 +129,7 @@ def test_what_one_candidates_step_writes_is_nobody_elses(files):
     with torch.inference_mode():
         for timer in timers:
             steps._fill(runner, 4)
-            timer._launch()
+            timer._run()
             torch.cuda.synchronize()
             found.append(runner._state.tokens[:4].tolist())
     assert all(tokens == found[0] for tokens in found) and len(set(found[0])) > 1

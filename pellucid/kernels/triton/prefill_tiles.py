@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from pellucid.core import PlanError
-from pellucid.kernels.device import DeviceLimits
+from pellucid.kernels.device import DeviceLimits, to_device
 
 T = TypeVar("T")
 
@@ -25,17 +25,28 @@ class PrefillTile(NamedTuple):
     num_stages: int
 
 
+TILE_FIELDS = 5
+
+
 def query_tiles(
     spans: Sequence[tuple[int, int, int]], block_m: int, device: torch.device, key_starts: Sequence[int] = ()
 ) -> torch.Tensor:
-    """Spans (start, stop, context) cut into tiles of at most `block_m` query rows: int32 [tiles, 5], one a program.
+    """`tile_rows` on the device: int32 [tiles, TILE_FIELDS], one a program."""
+    return to_device(tile_rows(spans, block_m, key_starts), torch.int32, device)
+
+
+def tile_rows(
+    spans: Sequence[tuple[int, int, int]], block_m: int, key_starts: Sequence[int] = ()
+) -> list[tuple[int, int, int, int, int]]:
+    """Spans (start, stop, context) cut into tiles of at most `block_m` query rows, each with its fields:
 
         start, stop   rows of the batch
         seen          keys that row `start` sees, every later row one more; 0: padded rows, whose result is zeros
         sequence      number of the span: its row of the page table
         key_start     row of K where the sequence's first key lies (`ragged_prefill` only)
 
-    Those with most keys come first: programs start in this order, and no long one should be left for the end.
+    Those with most keys come first: programs start in this order, and no long one should be left for the end. A tile of
+    zeros computes nothing.
     """
     tiles = []
     for sequence, (start, stop, context) in enumerate(spans):
@@ -44,7 +55,7 @@ def query_tiles(
             seen = context - (stop - row) + 1 if context else 0
             tiles.append((row, min(row + block_m, stop), seen, sequence, key_start))
     tiles.sort(key=lambda tile: tile[2], reverse=True)
-    return torch.tensor(tiles, dtype=torch.int32, device=device)
+    return tiles
 
 
 TILES = ((128, 64), (64, 64), (32, 64))
