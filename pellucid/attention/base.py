@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 if TYPE_CHECKING:
     import torch
 
     Expand = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+
+T = TypeVar("T")
 
 
 class Span(NamedTuple):
@@ -50,6 +52,15 @@ class AttentionMetadata:
     """int32 [tokens]: keys this row sees, itself included; 0 for a padded row."""
     spans: tuple[Span, ...]
     tables: PromptTables | None = None
+    _derived: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def derive(self, key: Hashable, compute: Callable[[], T]) -> T:
+        """`compute()`, called by the first layer of the step for all of them. It lives as long as this does: a graph
+        that was captured with it needs it at every replay."""
+        if key not in self._derived:
+            self._derived[key] = compute()
+        value: T = self._derived[key]
+        return value
 
 
 class AttentionBackend(Protocol):

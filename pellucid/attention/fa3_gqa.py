@@ -14,7 +14,6 @@ if TYPE_CHECKING:
 
     from pellucid.attention.base import AttentionMetadata
     from pellucid.kernels.context import KernelContext
-    from pellucid.kernels.triton.prefill_tiles import StepMemo
 
 TRAITS = BackendTraits(
     name="fa3_gqa",
@@ -42,9 +41,7 @@ TRAITS = BackendTraits(
 
 
 def create(context: KernelContext, phase: Phase) -> FA3GQA:
-    from pellucid.kernels.triton.prefill_tiles import StepMemo
-
-    return FA3GQA(phase, StepMemo())
+    return FA3GQA(phase)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +49,6 @@ class FA3GQA(PartialAttention):
     """Implements `AttentionBackend`. Decode reads tensors of the metadata alone, so that a graph can hold it."""
 
     phase: Phase
-    memo: StepMemo
     expands_latent: bool = False
 
     def gqa(
@@ -70,13 +66,13 @@ class FA3GQA(PartialAttention):
         shape = (*keys.shape[:2], num_kv_heads, q.shape[-1])
         caches = {"k_cache": keys.view(shape), "v_cache": values.view(shape), "softmax_scale": scale}
         if self.phase == "decode":
-            table = self.memo.get(metadata, "table", lambda: metadata.page_table.index_select(0, metadata.sequence))
+            table = metadata.derive("table", lambda: metadata.page_table.index_select(0, metadata.sequence))
             out = flash_attn_with_kvcache(
                 q.unsqueeze(1), cache_seqlens=metadata.context, page_table=table, **caches
             )  # fmt: skip
             attended: torch.Tensor = out.squeeze(1)
             return attended
-        starts, contexts, longest = self.memo.get(metadata, "spans", lambda: query_starts(metadata))
+        starts, contexts, longest = metadata.derive("spans", lambda: query_starts(metadata))
         found: torch.Tensor = flash_attn_with_kvcache(
             q, cache_seqlens=contexts, page_table=metadata.page_table, cu_seqlens_q=starts, max_seqlen_q=longest,
             causal=True, **caches,

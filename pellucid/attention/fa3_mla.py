@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
     from pellucid.attention.base import AttentionMetadata, Expand, Span
     from pellucid.kernels.context import KernelContext
-    from pellucid.kernels.triton.prefill_tiles import StepMemo
 
 TRAITS = BackendTraits(
     name="fa3_mla",
@@ -45,9 +44,7 @@ TRAITS = BackendTraits(
 
 
 def create(context: KernelContext, phase: Phase) -> FA3MLA:
-    from pellucid.kernels.triton.prefill_tiles import StepMemo
-
-    return FA3MLA(phase, StepMemo())
+    return FA3MLA(phase)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +52,6 @@ class FA3MLA(PartialAttention):
     """Implements `AttentionBackend`."""
 
     phase: Phase
-    memo: StepMemo
     expands_latent: bool = True
 
     def mla_expanded(
@@ -74,8 +70,8 @@ class FA3MLA(PartialAttention):
         heads, qk_dim = q.shape[1:]
         pool, parts = latent.flatten(0, 1), []
         for first, spans in groups_of(metadata.spans, MAX_EXPANDED // (2 * heads * qk_dim)):
-            slots = self.memo.get(metadata, first, partial(key_slots, metadata, latent, first, spans))
-            starts, ends = self.memo.get(metadata, (first, "starts"), partial(_starts, spans, q.device))
+            slots = metadata.derive(first, partial(key_slots, metadata, latent, first, spans))
+            starts, ends = metadata.derive((first, "starts"), partial(_starts, spans, q.device))
             rows = pool[slots]  # [keys, kv_lora_rank + rope]
             k_nope, v = expand(rows[:, :kv_lora_rank])
             rope = rows[:, None, kv_lora_rank:].expand(-1, heads, -1)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from pellucid.attention.base import Span
 
@@ -104,9 +104,7 @@ class HostPlan:
     """
 
     def __init__(self) -> None:
-        from pellucid.kernels.triton.prefill_tiles import StepMemo
-
-        self._memo = StepMemo()
+        self._planned: tuple[AttentionMetadata, Any] | None = None
         self._sent: torch.cuda.Event | None = None
 
     def get(self, metadata: AttentionMetadata, make: Callable[[], T]) -> T:
@@ -115,7 +113,10 @@ class HostPlan:
 
         if metadata.page_table.is_cuda and torch.cuda.is_current_stream_capturing():
             raise RuntimeError("planned on the host: a CUDA graph would replay one step's plan in every other")
-        return self._memo.get(metadata, "plan", lambda: self._made(metadata.page_table, make))
+        if self._planned is None or self._planned[0] is not metadata:
+            self._planned = metadata, self._made(metadata.page_table, make)
+        made: T = self._planned[1]
+        return made
 
     def _made(self, table: torch.Tensor, make: Callable[[], T]) -> T:
         import torch

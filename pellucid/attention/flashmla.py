@@ -13,7 +13,6 @@ if TYPE_CHECKING:
 
     from pellucid.attention.base import AttentionMetadata
     from pellucid.kernels.context import KernelContext
-    from pellucid.kernels.triton.prefill_tiles import StepMemo
 
 TRAITS = BackendTraits(
     name="flashmla",
@@ -40,9 +39,7 @@ TRAITS = BackendTraits(
 
 
 def create(context: KernelContext, phase: Phase) -> FlashMLA:
-    from pellucid.kernels.triton.prefill_tiles import StepMemo
-
-    return FlashMLA(phase, StepMemo())
+    return FlashMLA(phase)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +48,6 @@ class FlashMLA(PartialAttention):
     finds out on the device, for all of them."""
 
     phase: Phase
-    memo: StepMemo
     expands_latent: bool = False
 
     def mla(
@@ -59,9 +55,9 @@ class FlashMLA(PartialAttention):
     ) -> torch.Tensor:
         import flash_mla
 
-        table = self.memo.get(metadata, "table", lambda: metadata.page_table.index_select(0, metadata.sequence))
-        lengths = self.memo.get(metadata, "lengths", lambda: _lengths(metadata.context))
-        schedule = self.memo.get(metadata, "schedule", lambda: flash_mla.get_mla_metadata()[0])
+        table = metadata.derive("table", lambda: metadata.page_table.index_select(0, metadata.sequence))
+        lengths = metadata.derive("lengths", lambda: _lengths(metadata.context))
+        schedule = metadata.derive("schedule", lambda: flash_mla.get_mla_metadata()[0])
         out, _ = flash_mla.flash_mla_with_kvcache(
             q.unsqueeze(1), latent.unsqueeze(2), table, lengths, kv_lora_rank, schedule, softmax_scale=scale,
             use_legacy=True,

@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from pellucid.attention.base import AttentionMetadata
     from pellucid.kernels.context import KernelContext
     from pellucid.kernels.device import DeviceLimits
-    from pellucid.kernels.triton.prefill_tiles import StepMemo
 
 PREFILL_TILES = SharedMemoryModel(
     kernel="ragged GQA prefill",
@@ -52,9 +51,8 @@ TRAITS = BackendTraits(
 
 def create(context: KernelContext, phase: Phase) -> TritonGQA:
     from pellucid.kernels.device import device_limits
-    from pellucid.kernels.triton.prefill_tiles import StepMemo
 
-    return TritonGQA(phase, device_limits(context.device), StepMemo())
+    return TritonGQA(phase, device_limits(context.device))
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +61,6 @@ class TritonGQA(PartialAttention):
 
     phase: Phase
     limits: DeviceLimits
-    memo: StepMemo
     expands_latent: bool = False
 
     def gqa(
@@ -96,7 +93,7 @@ class TritonGQA(PartialAttention):
         if metadata.tables is not None:
             tiles = metadata.tables.tiles
         else:
-            tiles = self.memo.get(metadata, tile.block_m, lambda: query_tiles(spans, tile.block_m, q.device))
+            tiles = metadata.derive(tile.block_m, lambda: query_tiles(spans, tile.block_m, q.device))
         out = q.new_empty(q.shape)
         paged_prefill(q, keys, values, metadata.page_table, tiles, scale, num_kv_heads, out, tile=tile)
         return out

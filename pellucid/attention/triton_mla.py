@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from pellucid.attention.base import AttentionMetadata, Expand, Span
     from pellucid.kernels.context import KernelContext
     from pellucid.kernels.device import DeviceLimits
-    from pellucid.kernels.triton.prefill_tiles import StepMemo
 
 PREFILL_TILES = SharedMemoryModel(
     kernel="ragged MLA prefill",
@@ -65,9 +64,8 @@ TRAITS = BackendTraits(
 
 def create(context: KernelContext, phase: Phase) -> TritonMLA:
     from pellucid.kernels.device import device_limits
-    from pellucid.kernels.triton.prefill_tiles import StepMemo
 
-    return TritonMLA(phase, device_limits(context.device), StepMemo())
+    return TritonMLA(phase, device_limits(context.device))
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +74,6 @@ class TritonMLA(PartialAttention):
 
     phase: Phase
     limits: DeviceLimits
-    memo: StepMemo
 
     @property
     def expands_latent(self) -> bool:
@@ -89,15 +86,16 @@ class TritonMLA(PartialAttention):
 
         from pellucid.kernels.triton.gqa_decode import combine
         from pellucid.kernels.triton.mla_decode import split_decode
-        from pellucid.kernels.triton.mla_tiles import splits_for
+        from pellucid.kernels.triton.mla_tiles import decode_tile, splits_for
 
-        rows, heads = q.shape[:2]
+        (rows, heads, width), page = q.shape, latent.shape[1]
         table = metadata.page_table
-        splits = splits_for(rows, heads, self.limits.sm_count, table.shape[1] * latent.shape[1])
+        tile = decode_tile(rows, heads, page, width, self.limits)
+        splits = splits_for(rows, heads, tile, width, self.limits, table.shape[1] * page)
         parts = q.new_empty((rows, splits, heads, kv_lora_rank), dtype=torch.float32)
         lse = q.new_empty((rows, splits, heads), dtype=torch.float32)
         where = (table, metadata.sequence, metadata.context)
-        split_decode(q.contiguous(), latent, *where, scale, kv_lora_rank, parts, lse)
+        split_decode(q.contiguous(), latent, *where, scale, kv_lora_rank, parts, lse, tile=tile)
         out = q.new_empty(rows, heads, kv_lora_rank)
         combine(parts, lse, out.view(rows, heads * kv_lora_rank))
         return out
@@ -134,7 +132,7 @@ class TritonMLA(PartialAttention):
     ) -> torch.Tensor:
         if metadata.tables is not None:
             return metadata.tables.key_slots
-        return self.memo.get(metadata, first, partial(key_slots, metadata, latent, first, spans))
+        return metadata.derive(first, partial(key_slots, metadata, latent, first, spans))
 
     def _tiles(self, metadata: AttentionMetadata, first: int, spans: Sequence[Span], block_m: int) -> torch.Tensor:
         from pellucid.kernels.triton.prefill_tiles import query_tiles
@@ -142,4 +140,4 @@ class TritonMLA(PartialAttention):
         if metadata.tables is not None:
             return metadata.tables.tiles
         make = partial(query_tiles, spans, block_m, metadata.page_table.device, key_starts(spans))
-        return self.memo.get(metadata, (first, block_m), make)
+        return metadata.derive((first, block_m), make)

@@ -14,7 +14,6 @@ if TYPE_CHECKING:
 
     from pellucid.attention.base import AttentionMetadata
     from pellucid.kernels.context import KernelContext
-    from pellucid.kernels.triton.prefill_tiles import StepMemo
 
 TRAITS = BackendTraits(
     name="trtllm_mla",
@@ -49,10 +48,8 @@ NOPE = 128
 def create(context: KernelContext, phase: Phase) -> TrtllmMLA:
     import torch
 
-    from pellucid.kernels.triton.prefill_tiles import StepMemo
-
     # Zeros: it begins with counters, which the kernels leave at zero.
-    return TrtllmMLA(torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=context.device), StepMemo())
+    return TrtllmMLA(torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=context.device))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -60,7 +57,6 @@ class TrtllmMLA(PartialAttention):
     """Implements `AttentionBackend`. Reads tensors of the metadata alone, so that a graph can hold it."""
 
     workspace: torch.Tensor
-    memo: StepMemo
     expands_latent: bool = False
 
     def mla(
@@ -69,7 +65,7 @@ class TrtllmMLA(PartialAttention):
         from flashinfer.mla import trtllm_batch_decode_with_kv_cache_mla
 
         page = latent.shape[1]
-        rows = self.memo.get(metadata, "rows", lambda: decode_rows(metadata, page))
+        rows = metadata.derive("rows", lambda: decode_rows(metadata, page))
         out: torch.Tensor = trtllm_batch_decode_with_kv_cache_mla(
             query=q.unsqueeze(1), kv_cache=latent, workspace_buffer=self.workspace, qk_nope_head_dim=NOPE,
             kv_lora_rank=kv_lora_rank, qk_rope_head_dim=q.shape[-1] - kv_lora_rank, block_tables=rows.table,

@@ -14,7 +14,6 @@ if TYPE_CHECKING:
 
     from pellucid.attention.base import AttentionMetadata
     from pellucid.kernels.context import KernelContext
-    from pellucid.kernels.triton.prefill_tiles import StepMemo
 
 TRAITS = BackendTraits(
     name="xqa_mla",
@@ -47,10 +46,8 @@ TRAITS = BackendTraits(
 def create(context: KernelContext, phase: Phase) -> XQAMLA:
     import torch
 
-    from pellucid.kernels.triton.prefill_tiles import StepMemo
-
     # Zeros: it begins with semaphores, which the kernel leaves at zero.
-    return XQAMLA(torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=context.device), StepMemo())
+    return XQAMLA(torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=context.device))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -58,7 +55,6 @@ class XQAMLA(PartialAttention):
     """Implements `AttentionBackend`. Reads tensors of the metadata alone, so that a graph can hold it."""
 
     workspace: torch.Tensor
-    memo: StepMemo
     expands_latent: bool = False
 
     def mla(
@@ -67,7 +63,7 @@ class XQAMLA(PartialAttention):
         from flashinfer.mla import xqa_batch_decode_with_kv_cache_mla
 
         page = latent.shape[1]
-        rows = self.memo.get(metadata, "rows", lambda: decode_rows(metadata, page))
+        rows = metadata.derive("rows", lambda: decode_rows(metadata, page))
         # Its kernel multiplies by this scale and by no other. Queries lie one after another, as it reads them.
         out: torch.Tensor = xqa_batch_decode_with_kv_cache_mla(
             query=q.contiguous().unsqueeze(1), kv_cache=latent, workspace_buffer=self.workspace,

@@ -59,11 +59,11 @@ class FusedMLA:
             # One part, whose share is 1 whatever its sum.
             partial, lse = attended.unsqueeze(1), step.scratch("no_lse", rows, 1, heads, dtype=torch.float32)
         else:
-            splits = mla_tiles.splits_for(rows, heads, step.limits.sm_count, step.max_context)
-            partial = step.scratch("partial", rows, splits, heads, rank, dtype=torch.float32)
-            lse = step.scratch("lse", rows, splits, heads, dtype=torch.float32)
             page = latent.shape[1]
             tile = step.tile(MLA_DECODE, lambda: mla_tiles.decode_tile(rows, heads, page, width, step.limits))
+            splits = mla_tiles.splits_for(rows, heads, tile, width, step.limits, step.max_context)
+            partial = step.scratch("partial", rows, splits, heads, rank, dtype=torch.float32)
+            lse = step.scratch("lse", rows, splits, heads, dtype=torch.float32)
             mla_decode.split_decode(
                 q_latent, latent, table, step.sequence, step.context, traits.softmax_scale, rank, partial, lse,
                 pdl=step.pdl, tile=tile,

@@ -90,10 +90,9 @@ def own_prefill(traits: ModelTraits, limits: DeviceLimits) -> AttentionBackend:
     """Our attention for prompts, on a device that need not be there."""
     from pellucid.attention.triton_gqa import TritonGQA
     from pellucid.attention.triton_mla import TritonMLA
-    from pellucid.kernels.triton.prefill_tiles import StepMemo
 
     kind = TritonMLA if traits.attention.kind == "mla" else TritonGQA
-    return kind("prefill", limits, StepMemo())
+    return kind("prefill", limits)
 
 
 class ElsewhereCompiled(PartialAttention):

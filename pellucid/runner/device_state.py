@@ -13,7 +13,7 @@ The last slot is the scratch slot: padded rows point to it, and its pages are al
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import TYPE_CHECKING
@@ -140,6 +140,15 @@ class DeviceState:
         self._rows = [-1] * len(self._rows)
         for mirror in self._mirrors.values():
             mirror.next_position, mirror.pages = -1, ()
+
+    def kept(self) -> Callable[[], None]:
+        """Restores what the device has now, by a launch; the host's side of it stays as it is."""
+        saved = self._buffer.clone()
+
+        def restore() -> None:
+            self._buffer.copy_(saved)
+
+        return restore
 
     def _update(self, row: ScheduledSequence, params: SamplingParams, seed: int, delta: _Delta) -> int:
         mirror = self._mirror(row.request_id, params, seed, delta)

@@ -210,6 +210,10 @@ class GPURunner:
         shared = torch.arange(rows * pages, device=self.device) % self.plan.num_kv_pages + 1
         state.page_table[:rows, :pages] = shared.view(rows, pages).to(torch.int32)
 
+    def kept_state(self) -> Callable[[], None]:
+        """Restores, by a launch, the state as it is now."""
+        return self._state.kept()
+
     def next_tokens(self, rows: int) -> torch.Tensor:
         """int32 [rows]: what the last step chose for the slots that `fill_state` made."""
         return self._state.tokens[:rows]
@@ -238,7 +242,7 @@ class GPURunner:
 
     def _prompt_step(self, shape: PromptShape) -> PromptStep:
         layered = self._layered
-        backend = layered.attention_backend("prefill", shape.rows)
+        backend = layered.attention_backend("prefill", min(shape.rows, self.plan.max_num_batched_tokens))
         return PromptStep(layered.model, layered.pool, backend, shape, device_limits(self.device), self.device)
 
     def _sample_prompts(self, computed: ComputedStep) -> list[SampledPart]:

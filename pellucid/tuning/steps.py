@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from pellucid.layers.step_tiles import PREFIX, Projection, parse_tile
@@ -27,12 +28,13 @@ from pellucid.tuning.measure import Question
 from pellucid.tuning.problems import CONTEXT
 from pellucid.tuning.step_choices import MEASURED, apply_choices
 from pellucid.tuning.store import APART
-from pellucid.tuning.timing import Timer, captured, copies_for
+from pellucid.tuning.timing import Timer, copies_for
 
 if TYPE_CHECKING:
     import torch
 
     from pellucid.layers.fused_step import FusedStep
+    from pellucid.models.fused_decoder import FusedDecoder
 
 SLICE_BYTES = 8 << 30
 USUAL_ROW, WORST_ROW = 0.05, 0.6
@@ -41,6 +43,10 @@ any. Rounding adds up through random layers, and a router's near-tie may turn in
 gives another's experts, is more than its whole length away."""
 
 MANY_ROWS = 8
+
+STATES = 4
+"""Steps of other tokens in a sample. Of few rows some tokens choose one expert more than others, and a candidate whose
+rounding moves a choice would be credited with it."""
 
 LEAST_LAYERS = 2
 """Of the last kind in the model, behind those of the other."""
@@ -118,12 +124,9 @@ class Steps:
             return Timer([self._layered(runner, question, captured_too)], torch.device(plan.device), captured_too)
         fused = runner.fused_under(plan)
         with torch.inference_mode():
-            self._fill(runner, rows)
-            # Twice: kernels are compiled and buffers made in the first, and the second must find them made.
-            fused.step(rows)
-            fused.step(rows)
-            replay = captured(lambda: fused.step(rows))
-        return _Refilled(replay, runner, lambda: self._fill(runner, rows))
+            states = [self._kept_state(runner, rows, seed) for seed in range(STATES)]
+            # Warmed up twice: kernels are compiled and buffers made in the first, and the second must find them made.
+            return Timer([partial(_step_from, state, fused, rows) for state in states], runner.device, capture=True)
 
     def _outcome(self, question: Question, candidate: str) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Logits fp32 [rows, vocab], and the tokens that a fused step chose from them, int64 [rows]."""
@@ -175,12 +178,16 @@ class Steps:
     def _context(self, plan: ExecutionPlan) -> int:
         return max(1, min(CONTEXT, plan.max_model_len - 64))
 
-    def _fill(self, runner: GPURunner, rows: int) -> None:
+    def _fill(self, runner: GPURunner, rows: int, seed: int = 0) -> None:
         """The same tokens and positions every time: each step moves them on."""
         import torch
 
-        torch.manual_seed(0)
+        torch.manual_seed(seed)
         runner.fill_state(min(rows, runner.plan.max_num_seqs), self._context(runner.plan))
+
+    def _kept_state(self, runner: GPURunner, rows: int, seed: int) -> Callable[[], None]:
+        self._fill(runner, rows, seed)
+        return runner.kept_state()
 
     def _layered(
         self, runner: GPURunner | ModelRunner, question: Question, prepared: bool = False
@@ -213,16 +220,10 @@ class Steps:
         return torch.inference_mode()(lambda: layered.model.forward(batch).logits)
 
 
-class _Refilled(Timer):
-    """A timer of a step that moves the state on: it is set back before every sample."""
-
-    def __init__(self, step: Callable[[], None], runner: GPURunner, fill: Callable[[], None]) -> None:
-        self._fill = fill
-        super().__init__([step], runner.device, capture=False)
-
-    def _time(self) -> float:
-        self._fill()
-        return super()._time()
+def _step_from(restore: Callable[[], None], fused: FusedDecoder, rows: int) -> None:
+    """A step moves the state on: it begins from the same every time."""
+    restore()
+    fused.step(rows)
 
 
 class Apart:

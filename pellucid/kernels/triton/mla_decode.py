@@ -171,6 +171,11 @@ def _split_decode(
     # Where the row stands was written before the kernel ahead began, and so were all keys but the newest: the first of
     # them are on their way to the L2 while q is still being made.
     page = tl.load(pages + start // PAGE, mask=start < stop, other=0)
+    # Contexts are mostly far below what the grid is for: without keys, a program makes room for another's at once. The
+    # first of each row waits all the same, so that this launch does not end before the one ahead.
+    if (start >= stop) & (split > 0):
+        tl.store(lse + part + head, tl.full([BLOCK_H], float("-inf"), tl.float32), mask=real)
+        return
     if PDL:
         first = page.to(tl.int64) * PAGE + start % PAGE + step
         fetch_to_l2(latent, first, start + step < stop, 0, WIDTH, WIDTH)

@@ -86,8 +86,9 @@ def project_tile(rows: int, heads: int, v_head_dim: int) -> ProjectTile:
     return ProjectTile(block_r, 16 // block_r, block_v, warps=8 if 16 < rows <= 64 else 4)
 
 
-def splits_for(rows: int, heads: int, sm_count: int, max_context: int) -> int:
-    """Splits of a row's keys for one wave of programs: two a multiprocessor, or one where a program has 64 heads."""
-    heads_at_once, slots = (64, sm_count) if heads > 32 else (16, 2 * sm_count)
-    fit = slots // (rows * triton.cdiv(heads, heads_at_once))
+def splits_for(rows: int, heads: int, tile: DecodeTile, width: int, limits: DeviceLimits, max_context: int) -> int:
+    """Splits of a row's keys for one wave of programs: two a multiprocessor, or one where a program fills it."""
+    fills = tile.block_h == 64 or 2 * tile_bytes(tile, width) > limits.shared_memory
+    slots = limits.sm_count if fills else 2 * limits.sm_count
+    fit = slots // (rows * triton.cdiv(heads, max(16, tile.block_h)))
     return int(max(1, min(fit, triton.cdiv(max_context, SPLIT_KEYS))))

@@ -5,15 +5,13 @@ Called by `attention.triton_gqa` and `attention.triton_mla` before the launchers
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
 from pellucid.core import PlanError
 from pellucid.kernels.device import DeviceLimits, to_device
-
-T = TypeVar("T")
 
 
 class PrefillTile(NamedTuple):
@@ -88,23 +86,6 @@ def prefill_tile(qk_dim: int, v_dim: int, limits: DeviceLimits, longest: int) ->
     raise PlanError(
         f"prefill of head widths {qk_dim}, {v_dim}: no tile fits in {limits.shared_memory} bytes of shared memory"
     )
-
-
-class StepMemo:
-    """What was derived from the metadata of one step, for its other layers. Forgotten when the next step comes."""
-
-    def __init__(self) -> None:
-        self._metadata: object = None
-        self._values: dict[Any, Any] = {}
-
-    def get(self, metadata: object, key: Hashable, compute: Callable[[], T]) -> T:
-        """`compute()`, called once for a `key` as long as `metadata` is the same object."""
-        if metadata is not self._metadata:
-            self._metadata, self._values = metadata, {}
-        if key not in self._values:
-            self._values[key] = compute()
-        value: T = self._values[key]
-        return value
 
 
 def power_below(dim: int) -> int:

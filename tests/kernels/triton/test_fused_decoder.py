@@ -9,7 +9,6 @@ import torch
 
 from pellucid.attention.triton_gqa import TritonGQA
 from pellucid.attention.triton_mla import TritonMLA
-from pellucid.kernels.triton.prefill_tiles import StepMemo
 from pellucid.layers import fused_step
 from pellucid.step_plan import UNKNOWN_TOKEN
 from tests.kernels.triton.fused_steps import FusedSteps
@@ -51,7 +50,7 @@ def test_a_step_is_that_of_the_layered_decoder(
         from pellucid.kernels.triton import head
 
         monkeypatch.setattr(head, "MAX_ROWS", limits["FEW_ROWS"])
-    backend = None if call is None else lambda limits: call("decode", limits, StepMemo())
+    backend = None if call is None else lambda limits: call("decode", limits)
     steps = FusedSteps.of(shape, rows, tmp_path, device, dtype, backend)
     generator = torch.Generator().manual_seed(rows)
     prompts = torch.randint(3, steps.decoder.traits.vocab_size, (rows, PROMPT), generator=generator).tolist()

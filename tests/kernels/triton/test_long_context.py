@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from pellucid.kernels.device import DeviceLimits
 from tests.kernels.triton.attention_cases import ScatteredCache, attend, check_close, normal, ragged_metadata
 
 pytestmark = [
@@ -14,6 +15,7 @@ pytestmark = [
 
 CONTEXT = 65_536
 SCALE = 0.15
+H200 = DeviceLimits(90, 132, 232448)
 
 
 def _rows(device: torch.device) -> tuple[list[int], torch.Tensor, torch.Tensor]:
@@ -50,7 +52,8 @@ def test_latent_decode(device: torch.device, dtype: torch.dtype) -> None:
     cache = ScatteredCache(contexts, 64, rank + rope, device, dtype)
     q = normal(2, heads, rank + rope, seed=2, device=device, dtype=dtype)
     value_up = normal(heads, v_dim, rank, seed=3, device=device, dtype=dtype)
-    splits = mla_tiles.splits_for(2, heads, 132, 131_072)
+    tile = mla_tiles.decode_tile(2, heads, 64, rank + rope, H200)
+    splits = mla_tiles.splits_for(2, heads, tile, rank + rope, H200, 131_072)
     partial = torch.full((2, splits, heads, rank), float("nan"), device=device)
     lse = torch.full((2, splits, heads), float("nan"), device=device)
     out = torch.full((2, heads * v_dim), float("nan"), device=device, dtype=dtype)

@@ -181,7 +181,9 @@ def test_the_three_launches_are_one_attention(ops, device, dtype):
     key_up = normal(heads, nope, rank, seed=3, device=device, dtype=dtype) / rank**0.5
     value_up = normal(heads, v, rank, seed=4, device=device, dtype=dtype) / rank**0.5
     where = (cache.page_table, _int32([0, 1], device), _int32(lengths, device))
-    splits = mla_tiles.splits_for(rows, heads, 132, 256)
+    limits = DeviceLimits(90, 132, 232448)
+    tile = mla_tiles.decode_tile(rows, heads, page, rank + rope, limits)
+    splits = mla_tiles.splits_for(rows, heads, tile, rank + rope, limits, 256)
     q_latent = torch.full((rows, heads, rank + rope), float("nan"), dtype=dtype, device=device)
     partial = torch.full((rows, splits, heads, rank), float("nan"), device=device)
     lse = torch.full((rows, splits, heads), float("nan"), device=device)
@@ -213,17 +215,22 @@ DEVICES = [DeviceLimits(sm, 132, 1024 * size) for sm, size in KILOBYTES.items()]
 
 
 @pytest.mark.parametrize("heads", [1, 16, 17, 64, 128])
-@pytest.mark.parametrize("sm_count", [46, 132])
-def test_splits_fill_the_multiprocessors_once_and_never_hold_too_few_keys(ops, heads, sm_count):
+@pytest.mark.parametrize("limits", DEVICES, ids=lambda limits: str(limits.sm))
+def test_splits_fill_the_multiprocessors_once_and_never_hold_too_few_keys(ops, heads, limits):
+    """A program of 16 heads and few rows has tiles of keys that leave no room for a second one."""
     for rows in (1, 2, 4, 8, 16, 32, 64, 128, 512):
+        tile = mla_tiles.decode_tile(rows, heads, 64, 576, limits)
+        a_multiprocessor = (
+            1 if tile.block_h == 64 else min(2, max(1, limits.shared_memory // mla_tiles.tile_bytes(tile, 576)))
+        )
         for max_context in (1, 64, 65, 4096, 131072):
-            splits = mla_tiles.splits_for(rows, heads, sm_count, max_context)
+            splits = mla_tiles.splits_for(rows, heads, tile, 576, limits, max_context)
             assert 1 <= splits <= max(1, -(-max_context // mla_tiles.SPLIT_KEYS))
-            for limits in DEVICES:
-                tile = mla_tiles.decode_tile(rows, heads, 64, 576, limits)
-                resident = sm_count if tile.block_h == 64 else 2 * sm_count
-                programs = rows * splits * -(-heads // max(tile.block_h, 16))
-                assert splits == 1 or programs <= max(resident, 4 * sm_count)
+            programs = rows * splits * -(-heads // tile.block_h)
+            assert splits == 1 or programs <= a_multiprocessor * limits.sm_count
+            # And no fewer than half of them, where there are keys enough.
+            if max_context == 131072 and rows * -(-heads // tile.block_h) <= limits.sm_count // 2:
+                assert 2 * programs > a_multiprocessor * limits.sm_count
 
 
 @pytest.mark.parametrize("page", [16, 32, 48, 64, 128])

@@ -18,9 +18,8 @@ PAGE = 16
 
 def _backend(kind: type, phase: str):
     from pellucid.kernels.device import DeviceLimits
-    from pellucid.kernels.triton.prefill_tiles import StepMemo
 
-    return kind(phase, DeviceLimits(sm=90, sm_count=16, shared_memory=232448), StepMemo())
+    return kind(phase, DeviceLimits(sm=90, sm_count=16, shared_memory=232448))
 
 
 def _case(seed: int) -> tuple[list[int], list[int]]:
