@@ -30,6 +30,9 @@ APART_SHARE = 0.10
 MOST_IN_A_STEP = 4
 """Candidates whose step is timed, the default among them: each is a graph to capture."""
 
+BOTH_WAYS_ROWS = 4
+"""Steps of so few rows may multiply on fp32 lanes or on the tensor cores."""
+
 MAX_ROWS = 128
 """Steps of more rows are the library's, as in `kernels.triton.rows_linear`."""
 
@@ -83,7 +86,11 @@ def tile_candidates(projection: Projection, rows: int, limits: DeviceLimits) -> 
     found: list[linear.LinearTile | rows_linear.RowsTile | None] = [default, None]
     if rows <= linear.MAX_ROWS:
         base = default if isinstance(default, linear.LinearTile) else linear.linear_tile(n, k, rows)
-        found += [one for one in _small_neighbours(base, k, pair) if pipeline_bytes(one, rows) <= limits.shared_memory]
+        near = [*_small_neighbours(base, k, pair)]
+        if 1 < rows <= BOTH_WAYS_ROWS:
+            # The default of the other way to multiply: which is faster is near a tie here.
+            near.append(linear.linear_tile(n, k, 1 if base.dot else linear.MAX_ROWS))
+        found += [one for one in near if pipeline_bytes(one, rows) <= limits.shared_memory]
     # Copies by descriptors want rows of whole 16 bytes.
     if FUSED_NORM_ROWS < rows <= rows_linear.MAX_ROWS and k % 8 == 0:
         found += _rows_tiles(projection, rows, limits)

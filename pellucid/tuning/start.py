@@ -29,13 +29,16 @@ from pellucid.tuning.step_choices import Given, Tiles, differences, traits_of
 from pellucid.tuning.store import APART, EvidenceStore
 from pellucid.tuning.workbench import Workbench
 
-DEFAULT_SECONDS = 12
+DEFAULT_SECONDS = 10
 """Of a cold start, that of the child which measures included. With weights drawn for steps and the last candidate's
 overrun it stays under 20. What the default's kernels take to compile, in children of their own, is not counted: the
 engine needs them too."""
 
 FULL_SECONDS = 600
 """Of `pellucid tune`, which nobody waits for with a server down."""
+
+SHORT_PROMPT = 256
+"""Tokens. Attention is a small part of a step of so few."""
 
 SECONDS_FOR_NVCC = 60
 """A session of fewer leaves out candidates that compile themselves with nvcc, which takes minutes: `tune` asks them."""
@@ -89,7 +92,10 @@ def tune_plan(
         if check_all is not None and default.decode_path == FUSED:
             session.before = partial(_compile_steps, traits, default, hardware, on_progress)
         tuned = tune(
-            resolve, session, partial(_tiles, traits, hardware, session, default), partial(_asks, traits, session)
+            resolve,
+            session,
+            partial(_tiles, traits, hardware, session, default),
+            partial(_asks, default, traits, session),
         )
         if session.measured:
             compiled = f", besides {session.budget.excused:.0f} s for kernels that the engine needs too"
@@ -116,10 +122,12 @@ def _limits(hardware: Hardware) -> DeviceLimits:
     return DeviceLimits(gpu.sm, gpu.sm_count, gpu.smem_optin_bytes)
 
 
-def _asks(traits: ModelTraits, session: Session, question: Question) -> bool:
-    """Whether to ask. A start does not spend its seconds on plain torch as the only rival; what is known counts."""
+def _asks(default: ExecutionPlan, traits: ModelTraits, session: Session, question: Question) -> bool:
+    """Whether to ask. A start spends its seconds neither on plain torch as the only rival, nor on attention of short
+    prompts, which costs little where their steps are captured; what is known counts."""
     rivals = [name for name in question.order[1:] if name != REFERENCE]
-    worth = session.mode == "full" or bool(rivals) or session.store.find(question) is not None
+    short = question.op == "attention.prefill" and question.bucket <= min(SHORT_PROMPT, default.prompt_graphs)
+    worth = session.mode == "full" or (bool(rivals) and not short) or session.store.find(question) is not None
     return worth and drawable(question, traits)
 
 

@@ -72,7 +72,9 @@ def _busy_bytes(device: torch.device) -> torch.Tensor:
     """Whose zeroing takes the device 0.1 ms or more, as long as a host takes to launch a graph."""
     import torch
 
-    return torch.empty(512 << 20, dtype=torch.uint8, device=device)
+    # Written in inference mode or out of it.
+    with torch.inference_mode(False):
+        return torch.empty(512 << 20, dtype=torch.uint8, device=device)
 
 
 def _launch_all(calls: Sequence[Callable[[], Any]]) -> None:

@@ -96,7 +96,9 @@ NEAR = 0.08
 
 POOL: dict[str, Any] = {
     "num_kv_pages": 800, "block_size": 16, "max_num_seqs": 32, "max_model_len": 256, "max_num_batched_tokens": 64,
+    "threads": 2,
 }  # fmt: skip
+"""Two threads: several tests run at a time, and each compiles with as many processes as it has threads."""
 
 
 def on_card(path: Path, **options: Any) -> LLM:

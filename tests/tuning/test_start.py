@@ -213,13 +213,28 @@ def test_a_start_has_no_time_for_what_nvcc_compiles_and_a_longer_session_asks_it
     asked, taken = {}, {}
     for seconds in (12, 600, 12):
         bench = SimulatedBench({"flashinfer_mla": 1.0})
-        args = EngineArgs("model", max_num_seqs=4, max_num_batched_tokens=16, measure="cached", measure_seconds=seconds)
-        make = resolver(max_num_seqs=4, max_num_batched_tokens=16)
+        args = EngineArgs(
+            "model", max_num_seqs=4, max_num_batched_tokens=512, measure="cached", measure_seconds=seconds
+        )
+        make = resolver(max_num_seqs=4, max_num_batched_tokens=512)
         plan = tune_plan(args, V2_LITE, gpu_machine(), make, {}, True, bench=bench, clock=bench.clock).plan
         asked[seconds] = {name for key, name in bench.asked if key.startswith("attention")}
-        taken[seconds] = plan.decision("attention.prefill", 1).value
+        taken[seconds] = plan.decision("attention.prefill", 512).value
         if seconds == 12 and len(asked) == 1:
             assert "flashinfer_mla" not in asked[12] and taken[12] == "triton_mla"
     assert "flashinfer_mla" in asked[600] and taken[600] == "flashinfer_mla"
     # A start takes what the longer session found.
     assert asked[12] == set() and taken[12] == "flashinfer_mla"
+
+
+def test_a_start_leaves_attention_of_short_prompts_alone_where_their_steps_are_captured(cache):
+    """It is a small part of such a step. `--measure full` asks for it."""
+    asked = {}
+    for mode in ("cached", "full"):
+        bench = SimulatedBench({})
+        args = EngineArgs("model", max_num_seqs=4, max_num_batched_tokens=512, measure=mode, measure_seconds=600)
+        tune_plan(args, V2_LITE, gpu_machine(), resolver(max_num_seqs=4, max_num_batched_tokens=512), {}, True,
+                  bench=bench, clock=bench.clock)  # fmt: skip
+        asked[mode] = {key for key, _ in bench.asked if key.startswith("attention.prefill")}
+    assert asked["cached"] == {"attention.prefill@512"}
+    assert asked["full"] == {f"attention.prefill@{1 << power}" for power in range(10)}

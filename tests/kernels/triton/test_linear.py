@@ -121,7 +121,7 @@ def test_more_than_16_rows_are_refused(normal) -> None:  # type: ignore[no-untyp
 @pytest.mark.parametrize("weight_rows", [16, 576, 2048, 3648, 28672, 151936])
 def test_default_tiles_are_powers_of_two_that_fit_every_card(weight_rows: int, k: int, rows: int) -> None:
     tile = linear_tile(weight_rows, k, rows)
-    assert tile.dot == (rows > 4)
+    assert tile.dot == (rows > 2)
     for size in (tile.block_n, tile.block_k, tile.warps, tile.split):
         assert size & (size - 1) == 0
     assert tile.block_k // tile.split >= 16
