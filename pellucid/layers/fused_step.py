@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
 from pellucid.attention.base import AttentionBackend, AttentionMetadata
 from pellucid.kernels.device import DeviceLimits
@@ -159,6 +159,13 @@ def projection_tile(
     from pellucid.kernels.triton.rows_linear import rows_tile
 
     return linear_tile(weight_rows, k, rows) if rows <= FEW_ROWS else rows_tile(weight_rows, k, rows, pair, limits)
+
+
+def lone_step(rows: int, limits: DeviceLimits, tiles: Tiles, device: torch.device, dtype: torch.dtype) -> FusedStep:
+    """What of a step `project` needs, and nothing else: for a projection apart."""
+    nothing = cast(Any, None)
+    scratch = scratch_space(device, dtype)
+    return FusedStep(rows, nothing, nothing, nothing, nothing, nothing, scratch, 1, limits, tiles)
 
 
 def scratch_space(device: torch.device, dtype: torch.dtype) -> Scratch:

@@ -1,5 +1,7 @@
-"""Compiles the kernels of captured steps in several processes, while weights load: into Triton's cache on disk, where
-the engine finds them. Started by `engine.startup`, waited for by `GPURunner` before its first step.
+"""Compiles kernels of captured steps in several processes, into Triton's cache on disk, where the engine finds them.
+
+`engine.startup` starts them while weights load, and `GPURunner` waits for them before its first step; `tuning.start`
+starts others for candidates, while those ahead of them are measured.
 
 A kernel's compilation takes a second or more of one core, and a bucket of rows has about twenty. What a child does not
 come to, or gets wrong, is compiled later as without it: nothing depends on it but time.
@@ -14,11 +16,12 @@ import pickle
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
+from typing import NamedTuple, Self
 
 from pellucid.kernels.device import DeviceLimits
 from pellucid.runner.prompt_graphs import PromptShape, prompt_shapes
@@ -48,35 +51,44 @@ PROMPT_CHILDREN = 2
 logger = logging.getLogger(__name__)
 
 
+class TileCandidate(NamedTuple):
+    """A tile, by its name, that an op of a decode step of `rows` rows may take."""
+
+    op: str
+    rows: int
+    tile: str
+
+
 @dataclass(frozen=True, slots=True)
 class CompileJob:
-    """What a child compiles: decode steps of buckets, prompts of shapes. `traits` are of the layers that differ."""
+    """What a child compiles: decode steps of buckets, prompts of shapes, and candidates for tiles, in their order.
+
+    `traits` are of the layers that differ, since others launch the same kernels.
+    """
 
     traits: ModelTraits
     plan: ExecutionPlan
     limits: DeviceLimits
-    buckets: tuple[int, ...]
-    prompts: tuple[PromptShape, ...]
+    buckets: tuple[int, ...] = ()
+    prompts: tuple[PromptShape, ...] = ()
+    candidates: tuple[TileCandidate, ...] = ()
 
-
-class CompileAhead:
-    """Children at work; `wait` for them, or leave the context to end them."""
-
-    def __init__(self, traits: ModelTraits, plan: ExecutionPlan, limits: DeviceLimits, cores: int) -> None:
-        """Starts nothing where an engine of this plan has compiled everything here before."""
-        self._mark = _mark(traits, plan, limits)
-        self._children: list[subprocess.Popen[bytes]] = []
-        if self._mark.exists():
-            return
-        # A layer of each kind: others launch the same kernels.
+    @classmethod
+    def of(cls, traits: ModelTraits, plan: ExecutionPlan, limits: DeviceLimits) -> CompileJob:
+        """With nothing to compile yet."""
         shown = tuple(dict.fromkeys(traits.moe_layers))
         small = replace(traits, num_layers=len(shown), moe_layers=shown, mtp_layers=0)
         short = replace(plan, decisions=tuple(replace(d, rejected=(), measured=()) for d in plan.decisions))
-        shapes = prompt_shapes(traits, plan) if plan.cuda_graphs else ()
-        for buckets, prompts in _shares(buckets_up_to(plan.max_num_seqs), shapes, children_for(cores, MOST_CHILDREN)):
-            self._children.append(_start(CompileJob(small, short, limits, buckets, prompts)))
+        return cls(small, short, limits)
 
-    def __enter__(self) -> CompileAhead:
+
+class Compilers:
+    """Children at work, until the context is left."""
+
+    def __init__(self, jobs: Iterable[CompileJob]) -> None:
+        self._children = [_start(job) for job in jobs]
+
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(
@@ -85,6 +97,31 @@ class CompileAhead:
         for child in self._children:
             child.kill()
             child.wait()
+
+
+def compile_candidates(
+    traits: ModelTraits,
+    plan: ExecutionPlan,
+    limits: DeviceLimits,
+    cores: int,
+    candidates: Sequence[TileCandidate],
+) -> Compilers:
+    """Candidates dealt out in their order: those that are measured first are compiled first."""
+    job, count = CompileJob.of(traits, plan, limits), children_for(cores, MOST_CHILDREN)
+    shares = (tuple(candidates[start::count]) for start in range(count))
+    return Compilers(replace(job, candidates=share) for share in shares if share)
+
+
+class CompileAhead(Compilers):
+    """What an engine of a plan compiles; `wait` for it, or leave the context to end it."""
+
+    def __init__(self, traits: ModelTraits, plan: ExecutionPlan, limits: DeviceLimits, cores: int) -> None:
+        """Starts nothing where an engine of this plan has compiled everything here before."""
+        self._mark = _mark(traits, plan, limits)
+        shapes = prompt_shapes(traits, plan) if plan.cuda_graphs else ()
+        job, count = CompileJob.of(traits, plan, limits), children_for(cores, MOST_CHILDREN)
+        shares = [] if self._mark.exists() else _shares(buckets_up_to(plan.max_num_seqs), shapes, count)
+        super().__init__(replace(job, buckets=buckets, prompts=prompts) for buckets, prompts in shares)
 
     def wait(self) -> None:
         """Until all have ended, or `LONGEST_S`. If all did their work, the next engine of this plan starts none."""

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import pickle
 import sys
+from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from pellucid.attention.base import PartialAttention
+from pellucid.layers.step_tiles import PREFIX, Projection
 from pellucid.runner.compile_ahead import SAMPLED_ROWS, CompileJob
 from pellucid.runner.prompt_graphs import PromptStep
 from pellucid.utils.process import end_with_parent
@@ -20,6 +23,7 @@ if TYPE_CHECKING:
 
     from pellucid.attention.base import AttentionBackend
     from pellucid.kernels.device import DeviceLimits
+    from pellucid.layers.fused_step import FusedStep
     from pellucid.traits.model import ModelTraits
 
 
@@ -30,7 +34,8 @@ def main() -> None:
 
 
 def compile_steps(job: CompileJob, device: str = "meta") -> None:
-    """Every kernel that `GPURunner` launches for steps of the job's buckets and shapes, and to sample prompts.
+    """Every kernel that `GPURunner` launches for steps of the job's buckets and shapes, and to sample prompts; and what
+    candidates launch, as they are gated and timed.
 
     `device`: where tensors are; with memory, on another than `meta`, the same kernels are compiled.
     """
@@ -40,7 +45,8 @@ def compile_steps(job: CompileJob, device: str = "meta") -> None:
     from pellucid.kernels.triton.row_ops import TritonOps
     from pellucid.kvcache.pool import KVPool
     from pellucid.layers.backends import LayerBackends
-    from pellucid.layers.step_tiles import plan_tiles
+    from pellucid.layers.fused_step import lone_step
+    from pellucid.layers.step_tiles import parse_tile, plan_tiles
     from pellucid.models.fused_decoder import FusedDecoder, TokenRing
     from pellucid.models.loading import load_decoder
     from pellucid.models.synthetic import SyntheticTensors
@@ -70,13 +76,15 @@ def compile_steps(job: CompileJob, device: str = "meta") -> None:
         return torch.empty(shape, dtype=dtype, device=where)
 
     ring = TokenRing(empty(8, most), empty(1, dtype=torch.int64))
-    tiles = plan_tiles(plan)
     called = {backend.name for backend in discover() if backend.op == "attention" and backend.fused_decode == "called"}
 
     def called_attention(rows: int) -> AttentionBackend | None:
         return ElsewhereCompiled() if plan.backend("attention.decode", rows) in called else None
 
-    fused = FusedDecoder(decoder, pool, state, ring, plan.max_model_len, job.limits, tiles, called_attention)
+    make_fused = partial(
+        FusedDecoder, decoder, pool, state, ring, plan.max_model_len, job.limits, called_attention=called_attention
+    )
+    fused = make_fused(plan_tiles(plan))
     with torch.inference_mode():
         for rows in job.buckets:
             fused.step(rows)
@@ -84,6 +92,24 @@ def compile_steps(job: CompileJob, device: str = "meta") -> None:
                 fused.sample(empty(rows, traits.vocab_size, dtype=torch.float32), empty(rows))
         for shape in job.prompts:
             PromptStep(decoder, pool, own_prefill(traits, job.limits), shape, job.limits, where).forward()
+        for op, rows, name in job.candidates:
+            # What a compiler makes of it, the gate hears when it is asked.
+            with suppress(Exception):
+                tiles = {(op, rows): parse_tile(name)}
+                if op.startswith(PREFIX):
+                    compile_projection(Projection.of(op), rows, lone_step(rows, job.limits, tiles, where, dtype))
+                else:
+                    make_fused(tiles).step(rows)
+
+
+def compile_projection(projection: Projection, rows: int, step: FusedStep) -> None:
+    """In both forms that a step has: behind a norm, and added to the residual."""
+    n, k, pair = projection
+    x, weight = step.scratch("x", rows, k), step.scratch("weight", n, k)
+    out, norm = step.scratch("out", rows, n // 2 if pair else n), step.scratch("norm", k)
+    step.project(x, weight, out, norm=norm, eps=1e-6, activation="silu_mul" if pair else None)
+    if not pair:
+        step.project(x, weight, out, residual=True)
 
 
 def own_prefill(traits: ModelTraits, limits: DeviceLimits) -> AttentionBackend:

@@ -97,24 +97,27 @@ def tile_candidates(projection: Projection, rows: int, limits: DeviceLimits) -> 
     return tuple(dict.fromkeys(tile_name(one) for one in found))
 
 
+def decode_buckets(plan: ExecutionPlan) -> tuple[int, ...]:
+    """Of the steps whose tiles are measured, those far apart first: time may be up early."""
+    return tuple(sorted((b for b in buckets_up_to(plan.max_num_seqs) if b <= MAX_ROWS), key=turn))
+
+
 def measure_tiles(
     plan: ExecutionPlan,
     traits: ModelTraits,
     candidates: Candidates,
     answer: Answer,
-    gate_ahead: Callable[[Sequence[Question]], None] = lambda _: None,
     others: Others = lambda _: (),
     beside: Callable[[int], Given] = lambda _: (),
 ) -> Tiles:
     """Coordinate descent, bucket by bucket: each launch's tile by the step's time, the chosen ones in force.
 
     Projections of all buckets come before `others`, ops of a step that are none, with their candidates: they gain
-    most. `gate_ahead` hears of the questions that a bucket is about to ask alone. `beside`: in what steps of so many
-    rows differ from the default's already.
+    most. `beside`: in what steps of so many rows differ from the default's already.
     """
     found: list[tuple[Question, Mapping[str, Measurement]]] = []
     about = traits_of(plan, "step")
-    buckets = sorted((b for b in buckets_up_to(plan.max_num_seqs) if b <= MAX_ROWS), key=turn)
+    buckets = decode_buckets(plan)
     given: dict[int, list[tuple[str, str]]] = {rows: list(beside(rows)) for rows in buckets}
 
     def decide(op: str, rows: int, order: Sequence[str]) -> None:
@@ -131,7 +134,6 @@ def measure_tiles(
     for rows in buckets:
         named = [(projection, tuple(candidates(projection, rows))) for projection in projections_of(traits, rows)]
         apart = [(p.op, Question(APART + p.op, rows, names, about)) for p, names in named if len(names) > 1]
-        gate_ahead([question for _, question in apart])
         for op, alone in apart:
             decide(op, rows, _promising(alone.order, answer(alone)))
     for rows in buckets:

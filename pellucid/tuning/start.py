@@ -11,7 +11,7 @@ from functools import partial
 from pellucid.hardware.facts import Hardware
 from pellucid.kernels.device import DeviceLimits
 from pellucid.layers.step_tiles import GQA_DECODE, MLA_DECODE, Projection
-from pellucid.runner.compile_ahead import CompileAhead
+from pellucid.runner.compile_ahead import CompileAhead, TileCandidate, compile_candidates
 from pellucid.selection.args import EngineArgs
 from pellucid.selection.decode_path import FUSED
 from pellucid.selection.plan import ExecutionPlan
@@ -21,10 +21,9 @@ from pellucid.traits.tensors import TensorIndex
 from pellucid.tuning.gate import Bench, Probe
 from pellucid.tuning.kernel_tiles import TILE_OPS, other_candidates
 from pellucid.tuning.measure import Budget, Question
-from pellucid.tuning.pool import ProbePool
 from pellucid.tuning.problems import REFERENCE, drawable
-from pellucid.tuning.projections import measure_tiles, tile_candidates
-from pellucid.tuning.session import CheckAll, Mode, Resolve, Session, Tuned, tune
+from pellucid.tuning.projections import decode_buckets, measure_tiles, projections_of, tile_candidates
+from pellucid.tuning.session import Mode, Resolve, Session, Tuned, tune
 from pellucid.tuning.step_choices import Given, Tiles, differences, traits_of
 from pellucid.tuning.store import APART, EvidenceStore
 from pellucid.tuning.workbench import Workbench
@@ -73,24 +72,17 @@ def tune_plan(
     if not measures and store.is_empty:
         return Tuned(default, {}, ())
     seconds = args.measure_seconds or DEFAULT_SECONDS
-    check_all: CheckAll | None = None
+    compiles = False
     with ExitStack() as stack:
         if measures and bench is None:
             # A candidate that hangs may take no more than this; a kernel is compiled in less.
             deadline = max(20.0, min(300.0, seconds / 4))
-
-            def make_probe(keeps: bool = True) -> Probe:
-                return Probe(Workbench(traits, default, tensors, keeps), check_deadline_s=deadline)
-
-            bench = stack.enter_context(make_probe())
-            if default.device == "cuda":
-                memory = min(gpu.memory_bytes for gpu in hardware.gpus)
-                pool = ProbePool(partial(make_probe, keeps=False), hardware.cpu.cores, memory)
-                check_all = stack.enter_context(pool).check_all
-        session = Session(store, bench if measures else None, Budget(seconds, clock), mode, on_progress, check_all)
+            bench = stack.enter_context(Probe(Workbench(traits, default, tensors), check_deadline_s=deadline))
+            compiles = default.decode_path == FUSED
+        session = Session(store, bench if measures else None, Budget(seconds, clock), mode, on_progress)
         session.asks_slow = seconds >= SECONDS_FOR_NVCC
-        if check_all is not None and default.decode_path == FUSED:
-            session.before = partial(_compile_steps, traits, default, hardware, on_progress)
+        if compiles:
+            session.before = partial(_compile_ahead, traits, default, hardware, on_progress, stack)
         tuned = tune(
             resolve,
             session,
@@ -107,14 +99,33 @@ def tune_plan(
         return tuned
 
 
-def _compile_steps(
-    traits: ModelTraits, plan: ExecutionPlan, hardware: Hardware, on_progress: Callable[[str], None] | None
+def _compile_ahead(
+    traits: ModelTraits,
+    plan: ExecutionPlan,
+    hardware: Hardware,
+    on_progress: Callable[[str], None] | None,
+    stack: ExitStack,
 ) -> None:
-    """The engine needs these kernels too, and several processes have them sooner than one."""
+    """The default's kernels, which the engine needs too, now; those of the tiles that will be asked, meanwhile."""
     if on_progress is not None:
         on_progress("the kernels of the default's steps are compiled")
-    with CompileAhead(traits, plan, _limits(hardware), hardware.cpu.cores) as ahead:
+    limits, cores = _limits(hardware), hardware.cpu.cores
+    with CompileAhead(traits, plan, limits, cores) as ahead:
         ahead.wait()
+    stack.enter_context(compile_candidates(traits, plan, limits, cores, [*_candidates(traits, plan, limits)]))
+
+
+def _candidates(traits: ModelTraits, plan: ExecutionPlan, limits: DeviceLimits) -> Iterator[TileCandidate]:
+    """All but the defaults, in the order in which `measure_tiles` asks them."""
+    buckets = decode_buckets(plan)
+    for rows in buckets:
+        for projection in projections_of(traits, rows):
+            for name in tile_candidates(projection, rows, limits)[1:]:
+                yield TileCandidate(projection.op, rows, name)
+    for rows in buckets:
+        for op, names in other_candidates(traits, rows, limits, plan.page_size, plan.max_model_len):
+            for name in names[1:]:
+                yield TileCandidate(op, rows, name)
 
 
 def _limits(hardware: Hardware) -> DeviceLimits:
@@ -158,4 +169,4 @@ def _tiles(
         own = plan.backend("attention.decode", rows) in inside
         yield from ((op, names) for op, names in found if own or op not in (MLA_DECODE, GQA_DECODE))
 
-    return measure_tiles(plan, traits, candidates, session.answer, session.gate_ahead, others, beside)
+    return measure_tiles(plan, traits, candidates, session.answer, others, beside)

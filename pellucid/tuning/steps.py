@@ -254,7 +254,7 @@ class Apart:
 
         step, weight, x = self._step(candidate), self._weights[0], self._x.float()
         normed = torch.nn.functional.rms_norm(x, x.shape[1:], self._norm.float(), 1e-6)
-        for norm in (None, self._norm):
+        for norm in (self._norm,) if self._projection.pair else (None, self._norm):
             plain = (x if norm is None else normed) @ weight.float().t()
             if self._projection.pair:
                 gate, up = plain.chunk(2, 1)
@@ -285,14 +285,8 @@ class Apart:
         step.project(self._x, weight, out, norm=norm, eps=1e-6, activation=activation, residual=residual)  # type: ignore[arg-type]
 
     def _step(self, candidate: str) -> FusedStep:
-        """Of what a `FusedStep` has, a product needs rows, buffers, limits and tiles."""
-        from typing import cast
-
         from pellucid.kernels.device import device_limits
-        from pellucid.layers.fused_step import FusedStep, scratch_space
+        from pellucid.layers.fused_step import lone_step
 
-        nothing = cast(Any, None)
-        return FusedStep(
-            self._rows, nothing, nothing, nothing, nothing, nothing, scratch_space(self._device, self._dtype), 1,
-            device_limits(self._device), {(self._projection.op, self._rows): parse_tile(candidate)},
-        )  # fmt: skip
+        tiles = {(self._projection.op, self._rows): parse_tile(candidate)}
+        return lone_step(self._rows, device_limits(self._device), tiles, self._device, self._dtype)

@@ -14,7 +14,7 @@ import pytest
 from pellucid.hardware import load_hardware
 from pellucid.kernels.device import DeviceLimits
 from pellucid.runner import compile_ahead
-from pellucid.runner.compile_ahead import CompileAhead, CompileJob
+from pellucid.runner.compile_ahead import CompileAhead, CompileJob, TileCandidate, compile_candidates
 from pellucid.runner.prompt_graphs import PromptShape, prompt_shapes
 from pellucid.selection.args import EngineArgs
 from pellucid.selection.plan import ExecutionPlan
@@ -69,6 +69,17 @@ def test_every_bucket_is_some_childs_and_a_layer_of_each_kind_is_enough(jobs: li
         assert [job.traits.num_layers for job in jobs] == [1]
 
 
+def test_candidates_are_dealt_out_in_their_order(jobs: list[CompileJob]) -> None:
+    candidates = [TileCandidate(f"op{index}", 1, "tile") for index in range(7)]
+    with compile_candidates(V2_LITE, plan_of(), H200, 4, candidates):
+        pass
+    assert [[c.op for c in job.candidates] for job in jobs] == [["op0", "op3", "op6"], ["op1", "op4"], ["op2", "op5"]]
+    assert all(not job.buckets and not job.prompts for job in jobs)
+    jobs.clear()
+    compile_candidates(V2_LITE, plan_of(), H200, 4, candidates[:1])
+    assert len(jobs) == 1
+
+
 def test_what_was_compiled_is_not_compiled_again_unless_something_changed(jobs: list[CompileJob]) -> None:
     plan = plan_of()
     with CompileAhead(V2_LITE, plan, H200, cores=2) as ahead:
@@ -121,12 +132,22 @@ def test_kernels_of_tensors_without_memory_are_those_of_tensors_with_it(caches: 
         moe=replace(V2_LITE.moe, num_experts=8, intermediate_size=64, shared_intermediate_size=128),
     )  # fmt: skip
     job = tmp_path / "job"
-    job.write_bytes(
-        pickle.dumps(CompileJob(traits, plan_of(traits, max_num_seqs=5), H200, (1,), (PromptShape(128, 256),)))
+    plan, shapes = plan_of(traits, max_num_seqs=5), (PromptShape(128, 256),)
+    candidates = (
+        TileCandidate("projection.512x256.swiglu", 8, "dot-32x128-w2-p2-s3"),
+        TileCandidate("projection.nonsense", 8, "dot-32x128-w2-p2-s3"),
+        TileCandidate("experts.up", 1, "experts-8x128-w2-s2"),
     )
+    job.write_bytes(pickle.dumps(CompileJob(traits, plan, H200, (1,), shapes)))
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     kernels = []
     for device in ("meta", "cpu"):
         subprocess.run([sys.executable, "-c", COMPILE, str(job), device], env=environment, check=True)
         kernels.append(len(list((caches / "triton").iterdir())))
     assert kernels[0] == kernels[1] > 10
+    # One that can't be compiled is nobody else's trouble.
+    for device in ("meta", "cpu"):
+        job.write_bytes(pickle.dumps(CompileJob(traits, plan, H200, candidates=candidates)))
+        subprocess.run([sys.executable, "-c", COMPILE, str(job), device], env=environment, check=True)
+        kernels.append(len(list((caches / "triton").iterdir())))
+    assert kernels[2] == kernels[3] >= kernels[1] + 2

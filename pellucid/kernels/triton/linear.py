@@ -48,8 +48,12 @@ def linear_tile(weight_rows: int, k: int, rows: int) -> LinearTile:
     Enough programs that every multiprocessor has several, and 16 to 64 KB of weights in flight on each.
     """
     if rows > FMA_ROWS:
-        block_k = min(_block_k(k, 128 if 4224 < weight_rows <= 16384 else 256), triton.next_power_of_2(max(k, 64)))
-        split = min(block_k // 64, 4) or 1
+        # Long rows: a step of Llama-8B at 8 rows takes 3 % less with its down projection in steps of 512 columns, whose
+        # buffers are all that small devices have.
+        long = k > 8192 and rows <= 8
+        most = 512 if long else 128 if 4224 < weight_rows <= 16384 else 256
+        block_k = min(_block_k(k, most), triton.next_power_of_2(max(k, 64)))
+        split = min(block_k // 64, 8 if long else 4) or 1
         return LinearTile(16, block_k, split, True, split, 4, ahead=1024 if weight_rows > 16384 else 256)
     if k > 8192:
         return LinearTile(8, 2048, 8)
