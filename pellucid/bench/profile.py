@@ -38,7 +38,7 @@ OWN: Mapping[str, tuple[str, ...]] = {
     ),
     "dense gemm": ("_dot_head_kernel", "_dot_kernel", "_gemv_head_kernel", "_gemv_kernel", "_rows_kernel"),
     "norm, rope, elementwise": (
-        "_cache_write_kernel", "_latent_write_kernel", "_rms_norm_kernel", "_rope_kernel", "_silu_mul_kernel",
+        "_latent_write_kernel", "_norm_rope_write", "_rms_norm_kernel", "_silu_mul_kernel",
     ),
     "sampling": ("_finish_step_kernel", "_partial_best_kernel", "_sampling_bins_kernel"),
     "embedding": ("_begin_step_kernel",),

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pellucid.core import PellucidError
-from pellucid.kernels.torch_ops import latent_write
+from pellucid.kernels.torch_ops import gqa_write, latent_write
 from pellucid.utils.cache import cache_dir
 from pellucid.utils.compiler import find_cxx
 
@@ -166,6 +166,7 @@ class CpuLibrary:
         )  # fmt: skip
 
     latent_write = latent_write
+    gqa_write = gqa_write
 
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         """silu(gate_up[:, :n]) * gate_up[:, n:], [rows, n]."""

@@ -18,10 +18,6 @@ class RowOps(Protocol):
         self, x: torch.Tensor, weight: torch.Tensor, eps: float, *, out: torch.Tensor | None = None
     ) -> torch.Tensor: ...
 
-    def rope_(self, x: torch.Tensor, table: torch.Tensor, positions: torch.Tensor, interleaved: bool) -> None: ...
-
-    def cache_write(self, x: torch.Tensor, slots: torch.Tensor, cache: torch.Tensor) -> None: ...
-
     def latent_write(
         self,
         q_rope: torch.Tensor,
@@ -35,11 +31,63 @@ class RowOps(Protocol):
         cache: torch.Tensor,
     ) -> None: ...
 
+    def gqa_write(
+        self,
+        qkv: torch.Tensor,
+        norms: tuple[torch.Tensor, torch.Tensor] | None,
+        eps: float,
+        table: torch.Tensor,
+        positions: torch.Tensor,
+        interleaved: bool,
+        slots: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+    ) -> torch.Tensor: ...
+
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor: ...
 
 
+class PlainOps(RowOps, Protocol):
+    """Those that fuse nothing, and make the larger operations of these."""
+
+    def rope_(self, x: torch.Tensor, table: torch.Tensor, positions: torch.Tensor, interleaved: bool) -> None: ...
+
+    def cache_write(self, x: torch.Tensor, slots: torch.Tensor, cache: torch.Tensor) -> None: ...
+
+
+def gqa_write(
+    ops: PlainOps,
+    qkv: torch.Tensor,
+    norms: tuple[torch.Tensor, torch.Tensor] | None,
+    eps: float,
+    table: torch.Tensor,
+    positions: torch.Tensor,
+    interleaved: bool,
+    slots: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+) -> torch.Tensor:
+    """What a GQA layer does before attention, by the other operations of `ops`: the queries [tokens, heads, d].
+
+    qkv [tokens, (heads + 2 kv_heads) * d]; norms of q and k, [d] each, or None; table fp32 [positions, d]. q is normed
+    and rotated where it lies; k, likewise, and v are written to keys and values [pages, page, kv_heads * d].
+    """
+    dim, width = table.shape[1], keys.shape[-1]
+    by_head = qkv.view(qkv.shape[0], -1, dim)
+    kv_heads = width // dim
+    heads = by_head.shape[1] - 2 * kv_heads
+    q, k = by_head[:, :heads], by_head[:, heads : heads + kv_heads]
+    if norms is not None:
+        ops.rms_norm(q, norms[0], eps, out=q)
+        ops.rms_norm(k, norms[1], eps, out=k)
+    ops.rope_(by_head[:, : heads + kv_heads], table, positions, interleaved)
+    ops.cache_write(qkv[:, heads * dim : heads * dim + width], slots, keys)
+    ops.cache_write(qkv[:, heads * dim + width :], slots, values)
+    return q
+
+
 def latent_write(
-    ops: RowOps,
+    ops: PlainOps,
     q_rope: torch.Tensor,
     row: torch.Tensor,
     norm: torch.Tensor,
@@ -63,7 +111,7 @@ def latent_write(
 
 
 class TorchOps:
-    """`RowOps` in plain torch. Norms and rotations are computed in fp32 whatever the dtype, as HF does."""
+    """`PlainOps` in plain torch. Norms and rotations are computed in fp32 whatever the dtype, as HF does."""
 
     def rms_norm(
         self, x: torch.Tensor, weight: torch.Tensor, eps: float, *, out: torch.Tensor | None = None
@@ -90,6 +138,7 @@ class TorchOps:
         cache.view(-1, x.shape[-1])[slots[real]] = x[real].to(cache.dtype)
 
     latent_write = latent_write
+    gqa_write = gqa_write
 
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         """silu(gate_up[:, :n]) * gate_up[:, n:], [rows, n]."""

@@ -34,16 +34,13 @@ class GQAAttention:
         """residual [tokens, hidden] += attention(x)."""
         traits, pool = self.traits, batch.pool
         heads, kv_heads, dim = traits.num_heads, traits.num_kv_heads, traits.head_dim
-        qkv = self.qkv_proj(x)
-        by_head = qkv.view(-1, heads + 2 * kv_heads, dim)  # [tokens, q heads | k heads | v heads, head_dim]
-        q = by_head[:, :heads]
+        keys, values, rotary = pool.keys(self.layer), pool.values(self.layer), self.rotary
+        norms, eps = None, 0.0
         if self.q_norm is not None and self.k_norm is not None:
-            self.q_norm.inplace(q)
-            self.k_norm.inplace(by_head[:, heads : heads + kv_heads])
-        self.rotary.rotate(by_head[:, : heads + kv_heads], batch.positions)
-        keys, values = pool.keys(self.layer), pool.values(self.layer)
-        self.ops.cache_write(qkv[:, heads * dim : (heads + kv_heads) * dim], batch.slots, keys)
-        self.ops.cache_write(qkv[:, (heads + kv_heads) * dim :], batch.slots, values)
+            norms, eps = (self.q_norm.weight, self.k_norm.weight), self.q_norm.eps
+        q = self.ops.gqa_write(
+            self.qkv_proj(x), norms, eps, rotary.table, batch.positions, rotary.interleaved, batch.slots, keys, values
+        )  # [tokens, heads, head_dim]
 
         def attend(part: AttentionSegment) -> torch.Tensor:
             rows = q[part.start : part.stop]

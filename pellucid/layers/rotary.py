@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from pellucid.kernels.torch_ops import RowOps
 from pellucid.traits.model import RopeTraits
 
 if TYPE_CHECKING:
@@ -57,16 +56,12 @@ def _yarn(plain: torch.Tensor, rope: RopeTraits) -> torch.Tensor:
 
 
 class Rotary:
-    """The table [max_position, dim] (cos of dim/2 angles, then sin) and the rotation."""
+    """The table [max_position, dim] (cos of dim/2 angles, then sin), and which dims turn together."""
 
-    def __init__(self, ops: RowOps, rope: RopeTraits, max_position: int, device: torch.device) -> None:
+    def __init__(self, rope: RopeTraits, max_position: int, device: torch.device) -> None:
         import torch
 
-        self.ops, self.interleaved = ops, rope.interleaved
+        self.interleaved = rope.interleaved
         angles = torch.arange(max_position, dtype=torch.float64)[:, None] * inverse_frequencies(rope)
         table = torch.cat([angles.cos(), angles.sin()], dim=-1) * rope.cos_sin_multiplier
         self.table = table.to(device, torch.float32).contiguous()
-
-    def rotate(self, x: torch.Tensor, positions: torch.Tensor) -> None:
-        """Rotates x [tokens, heads, dim] in place; positions int64 [tokens]."""
-        self.ops.rope_(x, self.table, positions, self.interleaved)

@@ -76,7 +76,7 @@ class _Builder:
         traits, linear = self.traits, self.backends.linear
         table = self.weights.matrix("model.embed_tokens.weight")
         embedding = Embedding(table, linear.dtype, linear.device)
-        rotary = Rotary(self.backends.ops, traits.attention.rope, self.max_position, linear.device)
+        rotary = Rotary(traits.attention.rope, self.max_position, linear.device)
         layers = tuple(self.layer(index, rotary) for index in range(traits.num_layers))
         norm = self.norm("model.norm", traits.norm_eps)
         head = table if traits.tied_embeddings else self.weights.matrix("lm_head.weight")

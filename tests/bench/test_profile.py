@@ -51,9 +51,8 @@ NAMES = {
     ],
     "norm, rope, elementwise": [
         "_rms_norm_kernel",
-        "_rope_kernel",
         "_silu_mul_kernel",
-        "_cache_write_kernel",
+        "_norm_rope_write",
         "_latent_write_kernel",
         "void at::native::vectorized_elementwise_kernel<4, at::native::BinaryFunctor<float, float, float>>",
         "void at::native::reduce_kernel<512, 1, at::native::ReduceOp<float, at::native::MeanOps<float>>>",

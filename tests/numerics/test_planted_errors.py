@@ -44,7 +44,7 @@ def _with_rope(layer: DecoderLayer, **changes: object) -> DecoderLayer:
     """The same layer with another rope table; the softmax scale stays."""
     attention = layer.attention
     rope: RopeTraits = replace(attention.traits.rope, **changes)  # type: ignore[arg-type]
-    rotary = Rotary(attention.ops, rope, 256, attention.rotary.table.device)
+    rotary = Rotary(rope, 256, attention.rotary.table.device)
     return replace(layer, attention=replace(attention, rotary=rotary))
 
 

@@ -1,7 +1,8 @@
 # mypy: disable-error-code="no-untyped-def,import-untyped,untyped-decorator"
-"""What grouped-query attention of a decode step needs before it: q and k normed and rotated, k and v in the cache.
+"""What grouped-query attention needs before it, in one launch: q and k normed and rotated, k and v in the cache.
 
-Called by the captured decode step where another project's kernel attends; ours does this itself (`gqa_attend`).
+Called by layers, for prompts (`TritonOps`), and by the captured decode step where another project's kernel attends;
+ours does this itself (`gqa_attend`).
 """
 
 from __future__ import annotations
@@ -36,24 +37,64 @@ def norm_rope_write(
     qkv [rows, (heads + 2 kv_heads) * d], any row stride; norms [d] or None; table fp32 [positions, d], cos then sin;
     keys, values [pages, page, kv_heads * d]. A row's position is context - 1; one with context 0 writes no cache.
     """
+    where = (page_table, sequence, context, page_table.stride(0))
+    _launch(qkv, q_norm, k_norm, eps, table, interleaved, keys, values, where, query, False, pdl)
+
+
+def norm_rope_write_tokens(
+    qkv: torch.Tensor,
+    q_norm: torch.Tensor | None,
+    k_norm: torch.Tensor | None,
+    eps: float,
+    table: torch.Tensor,
+    interleaved: bool,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    positions: torch.Tensor,
+    slots: torch.Tensor,
+    query: torch.Tensor,
+) -> None:
+    """`norm_rope_write` of tokens of any sequences, by their positions and slots, int64 [tokens]; a token of slot -1
+    writes no cache. `query` may be the heads of q in `qkv` itself."""
+    where = (slots, slots, positions, 0)
+    _launch(qkv, q_norm, k_norm, eps, table, interleaved, keys, values, where, query, True, False)
+
+
+def _launch(
+    qkv: torch.Tensor,
+    q_norm: torch.Tensor | None,
+    k_norm: torch.Tensor | None,
+    eps: float,
+    table: torch.Tensor,
+    interleaved: bool,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    where: tuple[torch.Tensor, torch.Tensor, torch.Tensor, int],
+    query: torch.Tensor,
+    by_slot: bool,
+    pdl: bool,
+) -> None:
     rows, heads, dim = query.shape
     kv_heads = keys.shape[-1] // dim
     block_h = min(HEADS_AT_ONCE, triton.next_power_of_2(heads + 2 * kv_heads))
     _norm_rope_write[(triton.cdiv(heads + 2 * kv_heads, block_h), rows)](
-        qkv, q_norm, k_norm, table, keys, values, page_table, sequence, context, query, qkv.stride(0),
-        page_table.stride(0), eps, HEADS=heads, KV_HEADS=kv_heads, DIM=dim, BLOCK_H=block_h,
-        BLOCK_D=max(16, triton.next_power_of_2(dim)), PAGE=keys.shape[1], INTERLEAVED=interleaved, PDL=pdl,
-        num_warps=4, launch_pdl=pdl,
+        qkv, q_norm, k_norm, table, keys, values, *where[:3], query, qkv.stride(0), where[3], query.stride(0), eps,
+        HEADS=heads, KV_HEADS=kv_heads, DIM=dim, BLOCK_H=block_h, BLOCK_D=max(16, triton.next_power_of_2(dim)),
+        PAGE=keys.shape[1], BY_SLOT=by_slot, INTERLEAVED=interleaved, PDL=pdl, num_warps=4, launch_pdl=pdl,
     )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["table_stride"])
 def _norm_rope_write(
-    qkv, q_norm, k_norm, table, keys, values, page_table, sequence, context, query, row_stride, table_stride, eps,
+    qkv, q_norm, k_norm, table, keys, values, table_or_slots, sequence, context, query, row_stride, table_stride,
+    query_stride, eps,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
-    PAGE: tl.constexpr, INTERLEAVED: tl.constexpr, PDL: tl.constexpr,
+    PAGE: tl.constexpr, BY_SLOT: tl.constexpr, INTERLEAVED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program (heads, row), of the heads of q, k and v one after another."""
+    """Program (heads, row), of the heads of q, k and v one after another.
+
+    BY_SLOT: `table_or_slots` has each row's slot, and `context` its position.
+    """
     HALF: tl.constexpr = DIM // 2
     row = tl.program_id(1).to(tl.int64)
     h = tl.program_id(0) * BLOCK_H + tl.arange(0, BLOCK_H)
@@ -77,9 +118,16 @@ def _norm_rope_write(
             tl.load(k_norm + partner, mask=in_dim, other=0.0)[None, :].to(tl.float32),
         )
     # Where the row stands was written before the kernel ahead began.
-    seen = tl.load(context + row)
-    position = tl.maximum(seen - 1, 0)
-    page = tl.load(page_table + tl.load(sequence + row).to(tl.int64) * table_stride + position // PAGE).to(tl.int64)
+    if BY_SLOT:
+        position = tl.load(context + row)
+        slot = tl.load(table_or_slots + row).to(tl.int64)
+        caches = slot >= 0
+    else:
+        seen = tl.load(context + row)
+        position = tl.maximum(seen - 1, 0)
+        pages = table_or_slots + tl.load(sequence + row).to(tl.int64) * table_stride
+        slot = tl.load(pages + position // PAGE).to(tl.int64) * PAGE + position % PAGE
+        caches = seen > 0
     angles = table + position.to(tl.int64) * DIM + (d // 2 if INTERLEAVED else d % HALF)
     cos = tl.load(angles, mask=in_dim, other=0.0)
     sin = tl.load(angles + HALF, mask=in_dim, other=0.0)
@@ -97,9 +145,8 @@ def _norm_rope_write(
         wide = ((wide * factor).to(x.dtype).to(tl.float32) * weight).to(x.dtype).to(tl.float32)
         other = ((other * factor).to(x.dtype).to(tl.float32) * other_weight).to(x.dtype).to(tl.float32)
     rotated = (wide * cos[None, :] + other * sin[None, :]).to(x.dtype)
-    tl.store(query + (row * HEADS + h)[:, None] * DIM + d[None, :], rotated, mask=is_q & in_dim[None, :])
-    at = (page * PAGE + position % PAGE) * (KV_HEADS * DIM) + d[None, :]
-    caches = seen > 0
+    tl.store(query + row * query_stride + h[:, None] * DIM + d[None, :], rotated, mask=is_q & in_dim[None, :])
+    at = slot * (KV_HEADS * DIM) + d[None, :]
     tl.store(keys + at + (h - HEADS)[:, None] * DIM, rotated, mask=is_k & in_dim[None, :] & caches)
     tl.store(
         values + at + (h - HEADS - KV_HEADS)[:, None] * DIM,

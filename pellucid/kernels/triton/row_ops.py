@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
-"""RMSNorm, rotation, cache writes and SwiGLU on rows, any number of them. Called by layers (`TritonOps`) and graphs.
+"""RMSNorm, MLA's cache rows and SwiGLU on rows, any number of them. Called by layers (`TritonOps`) and graphs.
 
 Everything is computed in fp32 and rounded once. Rows may be slices of wider ones, as layers cut them.
 """
@@ -67,37 +67,6 @@ def silu_mul(gate_up: torch.Tensor, out: torch.Tensor, pdl: bool = False) -> Non
 
 
 @triton.jit
-def _rope_kernel(
-    x, table, positions, heads, x_row, x_head,
-    DIM: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK: tl.constexpr, INTERLEAVED: tl.constexpr,
-):  # fmt: skip
-    HALF: tl.constexpr = DIM // 2
-    row = tl.program_id(0).to(tl.int64)
-    h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)[:, None]
-    i = tl.arange(0, BLOCK)[None, :]
-    angles = table + tl.load(positions + row).to(tl.int64) * DIM
-    cos = tl.load(angles + i, mask=i < HALF, other=0.0)
-    sin = tl.load(angles + HALF + i, mask=i < HALF, other=0.0)
-    there = (h < heads) & (i < HALF)
-    first = x + row * x_row + h * x_head + (2 * i if INTERLEAVED else i)
-    second = first + (1 if INTERLEAVED else HALF)
-    a = tl.load(first, mask=there, other=0.0).to(tl.float32)
-    b = tl.load(second, mask=there, other=0.0).to(tl.float32)
-    tl.store(first, (a * cos - b * sin).to(x.dtype.element_ty), mask=there)
-    tl.store(second, (b * cos + a * sin).to(x.dtype.element_ty), mask=there)
-
-
-@triton.jit
-def _cache_write_kernel(x, slots, cache, x_stride, width, BLOCK: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    slot = tl.load(slots + row).to(tl.int64)
-    there = (columns < width) & (slot >= 0)
-    value = tl.load(x + row * x_stride + columns, mask=there, other=0.0)
-    tl.store(cache + slot * width + columns, value.to(cache.dtype.element_ty), mask=there)
-
-
-@triton.jit
 def _latent_write_kernel(
     q, q_row, q_head, row, row_stride, norm, eps, table, positions, slots, cache, heads,
     RANK: tl.constexpr, ROPE: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_P: tl.constexpr,
@@ -147,24 +116,6 @@ class TritonOps:
         rms_norm(x, weight, eps, result)
         return result
 
-    def rope_(self, x: torch.Tensor, table: torch.Tensor, positions: torch.Tensor, interleaved: bool) -> None:
-        """Rotates x [tokens, heads, dim] in place. table [positions, dim], fp32: cos of dim/2 angles, then sin."""
-        tokens, heads, dim = x.shape
-        block = triton.next_power_of_2(dim // 2)
-        block_h = min(triton.next_power_of_2(heads), max(1, 1024 // block))
-        _rope_kernel[(tokens, triton.cdiv(heads, block_h))](
-            x, table, positions, heads, x.stride(0), x.stride(1),
-            DIM=dim, BLOCK_H=block_h, BLOCK=block, INTERLEAVED=interleaved, num_warps=4,
-        )  # fmt: skip
-
-    def cache_write(self, x: torch.Tensor, slots: torch.Tensor, cache: torch.Tensor) -> None:
-        """cache.view(-1, width)[slots[t]] = x[t] for x [tokens, width]; rows with slot -1 are written nowhere."""
-        tokens, width = x.shape
-        block = min(1024, triton.next_power_of_2(width))
-        _cache_write_kernel[(tokens, triton.cdiv(width, block))](
-            x, slots, cache, x.stride(0), width, BLOCK=block, num_warps=4
-        )
-
     def latent_write(
         self,
         q_rope: torch.Tensor,
@@ -186,6 +137,28 @@ class TritonOps:
             heads, RANK=norm.shape[0], ROPE=rope, BLOCK_C=triton.next_power_of_2(norm.shape[0]), BLOCK_H=block_h,
             BLOCK_P=block_p, INTERLEAVED=interleaved, num_warps=4,
         )  # fmt: skip
+
+    def gqa_write(
+        self,
+        qkv: torch.Tensor,
+        norms: tuple[torch.Tensor, torch.Tensor] | None,
+        eps: float,
+        table: torch.Tensor,
+        positions: torch.Tensor,
+        interleaved: bool,
+        slots: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+    ) -> torch.Tensor:
+        """`torch_ops.gqa_write` in one launch; k and v of `qkv` are left as they were."""
+        from pellucid.kernels.triton.gqa_write import norm_rope_write_tokens
+
+        dim = table.shape[1]
+        heads = (qkv.shape[1] - 2 * keys.shape[-1]) // dim
+        q = qkv.view(qkv.shape[0], -1, dim)[:, :heads]
+        q_norm, k_norm = (None, None) if norms is None else norms
+        norm_rope_write_tokens(qkv, q_norm, k_norm, eps, table, interleaved, keys, values, positions, slots, q)
+        return q
 
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         """silu(gate_up[:, :n]) * gate_up[:, n:], [rows, n]."""

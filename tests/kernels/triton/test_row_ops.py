@@ -47,31 +47,6 @@ def test_rms_norm_per_head_of_a_wider_row(device: torch.device, dtype: torch.dty
     assert torch.equal(wide[:, :10], before[:, :10])
 
 
-@pytest.mark.parametrize("interleaved", [True, False])
-@pytest.mark.parametrize(("heads", "dim"), [(1, 2), (3, 6), (5, 64)])
-def test_rotation_is_that_of_torch_on_the_end_of_each_head(
-    heads: int, dim: int, interleaved: bool, device: torch.device, dtype: torch.dtype
-) -> None:
-    wide = torch.randn(4, heads, dim + 5).to(device, dtype)
-    before, table = wide.clone(), torch.randn(50, dim, device=device)
-    positions = torch.tensor([49, 0, 7, 7], device=device)
-    TritonOps().rope_(wide[..., 5:], table, positions, interleaved)
-    reference = before[..., 5:].double().cpu()
-    TorchOps().rope_(reference, table.double().cpu(), positions.cpu(), interleaved)
-    assert near(wide[..., 5:], reference)
-    assert torch.equal(wide[..., :5], before[..., :5])
-
-
-@pytest.mark.parametrize("width", [1, 70, 1100])
-def test_rows_go_to_their_slots_and_padding_nowhere(width: int, device: torch.device, dtype: torch.dtype) -> None:
-    x = torch.randn(4, width + 3).to(device, dtype)[:, 3:]
-    cache = torch.full((2, 3, width), -7.0, dtype=dtype, device=device)
-    TritonOps().cache_write(x, torch.tensor([4, -1, 0, 5], device=device), cache)
-    rows = cache.view(-1, width)
-    assert torch.equal(rows[[4, 0, 5]], x[[0, 2, 3]])
-    assert (rows[[1, 2, 3]] == -7).all()
-
-
 @pytest.mark.parametrize(("rows", "n"), [(1, 5), (3, 1030)])
 def test_silu_mul_takes_gate_and_up_from_the_two_halves(
     rows: int, n: int, device: torch.device, dtype: torch.dtype
@@ -121,3 +96,31 @@ def test_the_cache_row_of_mla_is_normed_rotated_and_written_and_the_queries_are_
     written = cache.view(-1, rank + rope)
     assert near(written[[6, 2, 0, 5]], exact_cache.view(-1, rank + rope)[[6, 2, 0, 5]])
     assert written[[1, 3, 4, 7]].isnan().all()
+
+
+@pytest.mark.parametrize("norm", [True, False])
+@pytest.mark.parametrize("interleaved", [True, False])
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(1, 1, 2), (6, 2, 24), (9, 3, 64)])
+def test_queries_and_cache_rows_of_gqa_are_normed_rotated_and_written_in_one_launch(
+    heads: int, kv_heads: int, dim: int, interleaved: bool, norm: bool, device: torch.device, dtype: torch.dtype
+) -> None:
+    """As the plain operations one after another do it; padding goes nowhere, and k and v are left as they were."""
+    tokens, width = 4, kv_heads * dim
+    qkv = torch.randn(tokens, heads * dim + 2 * width).to(device, dtype)
+    norms = (torch.rand(dim).to(device, dtype), torch.rand(dim).to(device, dtype)) if norm else None
+    table, positions = torch.randn(50, dim, device=device), torch.tensor([49, 0, 7, 7], device=device)
+    slots = torch.tensor([4, -1, 0, 5], device=device)
+    caches = [torch.full((2, 3, width), float("nan"), dtype=dtype, device=device) for _ in range(2)]
+    before = qkv.clone()
+    q = TritonOps().gqa_write(qkv, norms, 1e-6, table, positions, interleaved, slots, *caches)
+
+    exact = [torch.full((2, 3, width), float("nan"), dtype=torch.float64) for _ in range(2)]
+    wide, plain_norms = before.double().cpu(), None if norms is None else tuple(w.double().cpu() for w in norms)
+    where = table.double().cpu(), positions.cpu(), interleaved, slots.cpu()
+    exact_q = TorchOps().gqa_write(wide, plain_norms, 1e-6, *where, *exact)
+    assert q.shape == (tokens, heads, dim) and near(q, exact_q)
+    for cache, wanted in zip(caches, exact, strict=True):
+        rows, wanted_rows = cache.view(-1, width), wanted.view(-1, width)
+        assert near(rows[[4, 0, 5]], wanted_rows[[4, 0, 5]])
+        assert rows[[1, 2, 3]].isnan().all()
+    assert torch.equal(qkv[:, heads * dim :], before[:, heads * dim :])
