@@ -18,7 +18,9 @@ from pathlib import Path
 import click
 
 from pellucid import __version__
-from pellucid.bench.provenance import provenance, save, spread
+from pellucid.bench.outputs import save_option
+from pellucid.bench.provenance import provenance, spread
+from pellucid.bench.provenance import save as append
 from pellucid.bench.streams import (
     Stream,
     cpu_seconds,
@@ -113,8 +115,8 @@ def measure_latency(model: str, streams: int, rate: float, runs: int) -> dict[st
 @click.option("--tokens", default=500, help="Tokens of each stream when measuring the most.")
 @click.option("--rate", default=2000.0, help="Tokens a second when measuring the latency.")
 @click.option("--runs", default=5)
-@click.option("--save", "out", type=click.Path(path_type=Path), help="Append the result to this JSONL file.")
-def main(model: str, streams: int, tokens: int, rate: float, runs: int, out: Path | None) -> None:
+@save_option
+def main(model: str, streams: int, tokens: int, rate: float, runs: int, save: Path | None) -> None:
     """Measure, and print one JSON line."""
     rates, costs = [], []
     with stub_server(model) as (port, pid):
@@ -136,8 +138,12 @@ def main(model: str, streams: int, tokens: int, rate: float, runs: int, out: Pat
         "rate_tokens_per_s": rate,
         "added_latency_ms_by_streams": added,
     }
-    click.echo(save(result, out))
+    click.echo(append(result, save))
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except PellucidError as error:
+        click.echo(f"error: {error}", err=True)
+        sys.exit(error.exit_code)

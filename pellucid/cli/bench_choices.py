@@ -9,6 +9,7 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
+from pellucid.bench.outputs import save_option
 from pellucid.cli.engine_options import engine_args, engine_options
 from pellucid.cli.targets import CONCURRENCY, whole_numbers
 from pellucid.core import PellucidError
@@ -22,7 +23,7 @@ from pellucid.core import PellucidError
 @click.option(
     "--prompt-tokens", default="512,4096", show_default=True, callback=whole_numbers, help="Rows of prefill steps."
 )
-@click.option("--save", type=click.Path(path_type=Path), help="Append the JSON line to this file.")
+@save_option
 @click.option("--json", "as_json", is_flag=True, help="Print nothing but the JSON line.")
 @engine_options
 @click.pass_context
@@ -46,8 +47,6 @@ def choices(
     from pellucid.bench.provenance import save as append
     from pellucid.engine.startup import make_plan, open_model
 
-    if save is not None and not save.parent.is_dir():
-        raise PellucidError(f"--save {save}: there is no folder {save.parent}")
     args = engine_args(ctx, model)
     if args.measure is not None:
         raise PellucidError(f"--measure {args.measure}: here what was measured before is compared; leave it out")

@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 
+from pellucid.bench.outputs import save_option
 from pellucid.cli.engine_options import engine_args, engine_options
 from pellucid.cli.targets import CONCURRENCY, whole_numbers
 from pellucid.core import PellucidError
@@ -17,7 +18,7 @@ from pellucid.core import PellucidError
 @click.argument("model", type=click.Path())
 @click.option("--rows", default=CONCURRENCY, show_default=True, callback=whole_numbers, help="Sequences in the step.")
 @click.option("--context", default=640, show_default=True, type=click.IntRange(1), help="Tokens of each sequence.")
-@click.option("--save", type=click.Path(path_type=Path), help="Append the JSON line to this file.")
+@save_option
 @engine_options
 @click.pass_context
 def kernels(

@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 
+from pellucid.bench.outputs import save_option
 from pellucid.cli.engine_options import F, engine_args, engine_options
 from pellucid.cli.targets import CONCURRENCY, whole_numbers
 
@@ -28,7 +29,7 @@ LOAD_OPTIONS = (
         type=click.IntRange(2),
         help="Of each concurrency; medians are shown.",
     ),
-    click.option("--save", type=click.Path(path_type=Path), help="Append the JSON line to this file."),
+    save_option,
     click.option("--json", "as_json", is_flag=True, help="Print nothing but the JSON line."),
 )
 

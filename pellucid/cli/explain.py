@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 
 from pellucid.cli.engine_options import engine_args, engine_options
-from pellucid.cli.pages import write_page
+from pellucid.cli.pages import html_option, write_page
 from pellucid.cli.targets import hardware_option
+from pellucid.core import PellucidError
 
 if TYPE_CHECKING:
     from pellucid.cli.plan_sources import Source
@@ -22,7 +25,7 @@ if TYPE_CHECKING:
 @hardware_option
 @click.option("--why", metavar="OP@BUCKET", help="One decision in full, such as attention.decode@1 or kv.page_size.")
 @click.option("--diff", "other", metavar="OTHER", help="Compare with another model, machine or stored plan.")
-@click.option("--html", type=click.Path(dir_okay=False, path_type=Path), help="Write the same as a page to this file.")
+@html_option("Write the same as a page to this file.")
 @click.option("--json", "as_json", is_flag=True, help="Print the plan itself as JSON.")
 @engine_options
 @click.pass_context
@@ -40,7 +43,7 @@ def explain(
     """Show what would run for MODEL (a folder with config.json, or a GGUF file), and why. Needs no GPU and no weights.
 
     Reads headers only. The plan is the one the engine would run on; what would keep it from starting comes first. MODEL
-    may also be a plan that --json, or a server's /plan, has stored.
+    may also be a plan that --json, or a server's /plan, has stored: it is shown as it is, whatever this machine is.
     """
     if why is not None and (other is not None or html is not None):
         raise click.UsageError("--why shows one decision; leave out --diff and --html", ctx)
@@ -48,12 +51,26 @@ def explain(
 
     args = engine_args(ctx, model)
     source = open_source(args, hardware)
-    if other is not None:
-        _diff(source, open_other(source, args, hardware, other), html, as_json)
+    second = None if other is None else open_other(source, args, hardware, other)
+    shown = [source] if second is None else [source, second]
+    if all(one.subject is None for one in shown):
+        typed = ctx.get_parameter_source("hardware") is not ParameterSource.DEFAULT
+        _refuse_flags((*(("--hardware", hardware) if typed else ()), *args.command_line()), shown)
+    if second is not None:
+        _diff(source, second, html, as_json)
     elif why is not None:
         _why(source, why, as_json)
     else:
         _plan(source, html, as_json)
+
+
+def _refuse_flags(words: Sequence[str], stored: Sequence[Source]) -> None:
+    """Raises PellucidError for flags that go into making a plan, where every plan is made already."""
+    if words:
+        names = " and ".join(one.label for one in stored)
+        kind = "is a stored plan" if len(stored) == 1 else "are stored plans"
+        remedy = "leave that out, or explain the model that it was made for"
+        raise PellucidError(f"{' '.join(words)}: {names} {kind}, which no flag changes; {remedy}")
 
 
 def _plan(source: Source, html: Path | None, as_json: bool) -> None:

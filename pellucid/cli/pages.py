@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import click
+
+from pellucid.bench.outputs import writable
+from pellucid.cli.engine_options import F
+
+
+def html_option(text: str) -> Callable[[F], F]:
+    """`--html FILE`; `text` is its help."""
+    return click.option("--html", type=click.Path(path_type=Path), callback=writable, help=text)
 
 
 def write_page(path: Path, text: str) -> None:

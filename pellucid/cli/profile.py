@@ -9,6 +9,7 @@ from typing import Any
 
 import click
 
+from pellucid.bench.outputs import writable
 from pellucid.cli.engine_options import engine_args, engine_options
 from pellucid.cli.targets import whole_numbers
 from pellucid.core import PellucidError
@@ -21,7 +22,12 @@ from pellucid.core import PellucidError
 )
 @click.option("--input-tokens", default=512, show_default=True, type=click.IntRange(1), help="Of each prompt.")
 @click.option("--steps", default=32, show_default=True, type=click.IntRange(1), help="Decode steps to record.")
-@click.option("--svg", type=click.Path(path_type=Path), help="Draw the steps as stacked bars into this file.")
+@click.option(
+    "--svg",
+    type=click.Path(path_type=Path),
+    callback=writable,
+    help="Draw the steps as stacked bars into this file.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @engine_options
 @click.pass_context

@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from pellucid.cli.pages import write_page
+from pellucid.cli.pages import html_option, write_page
 from pellucid.cli.trace_many import audit, diff, grid
 from pellucid.cli.trace_options import (
     EPILOG,
@@ -72,7 +72,7 @@ def _of_one_engine(name: str, title: str) -> click.Command:
     @click.option("--as", "architecture", metavar="NAME", help="Pretend that config.json names this architecture.")
     @click.option("--field", metavar="NAME", help="One decision in full.")
     @click.option("--log", is_flag=True, help="The lines that the engine would print, too.")
-    @click.option("--html", type=click.Path(dir_okay=False, path_type=Path), help="Write the report to this file.")
+    @html_option("Write the report to this file.")
     @json_option
     @shared_options
     @click.pass_context

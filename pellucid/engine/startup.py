@@ -104,10 +104,12 @@ def make_plan(
     *,
     measure: bool = False,
     on_progress: Callable[[str], None] | None = None,
+    tell: bool = True,
 ) -> ExecutionPlan:
     """The plan for this machine, or for `hardware`. Raises PlanError for one that can't start.
 
     Of this machine it knows what was measured here; with `measure`, what was not is measured now, if the flags let it.
+    How that went is logged, unless who runs on the plan makes it once more and will `tell` then.
     """
     machine = hardware or probe()
     resolver = partial(
@@ -122,7 +124,7 @@ def make_plan(
     if hardware is not None:
         return plan
     tuned = tune_plan(args, files.traits, machine, resolver, files.checkpoint.tensors, measure, on_progress)
-    for note in tuned.notes:
+    for note in tuned.notes if tell else ():
         logger.info("%s", note)
     return tuned.plan
 

@@ -61,7 +61,7 @@ def pick(slot: Slot, bucket: int, fitting: Sequence[str], evidence: Evidence) ->
     """The name to take among those that fit, in the fixed order: asked, else fastest, else first."""
     if slot.asked is not None:
         return slot.asked if slot.asked in fitting else None
-    measured = _measured(slot, bucket, fitting, evidence)
+    measured = _counting(_measured(slot, bucket, fitting, evidence))
     right = [name for name in fitting if name not in measured or measured[name].right]
     return fastest(right, measured) or (right[0] if right else None)
 
@@ -92,19 +92,21 @@ def decide(slot: Slot, bucket: int, candidates: Sequence[Candidate], evidence: E
     return Decision(slot.name, bucket, taken, how, because, rejected, results)
 
 
-def _verdict(slot: Slot, taken: str, fitting: Sequence[str], measured: dict[str, Measurement]) -> tuple[How, str]:
+def _verdict(slot: Slot, taken: str, fitting: Sequence[str], found: dict[str, Measurement]) -> tuple[How, str]:
     if slot.asked is not None:
         return "asked", f"{slot.asked} was asked for, and fits"
     if len(fitting) == 1:
         return "forced by traits", "the only candidate that runs here"
-    default = fitting[0]
+    default, measured = fitting[0], _counting(found)
     right = {name: m for name, m in measured.items() if m.right}
     if default in measured and not measured[default].right:
         wrong = f"{default} failed the numeric gate"
         return "measured", f"{wrong}; measured {right[taken]}" if taken in right else wrong
     if taken not in right or len(right) < 2:
         gap = f" ({default} itself was not measured, so nothing was compared)" if right else ""
-        return "default", f"first in the fixed order of {len(fitting)} that fit; not measured{gap}"
+        back = next((m.taken_back for m in found.values() if m.taken_back), "")
+        known = f"measured, but taken back: {back}" if back else f"not measured{gap}"
+        return "default", f"first in the fixed order of {len(fitting)} that fit; {known}"
     best = min(right, key=lambda name: right[name].seconds)
     if best != taken:
         tie = f"{best} at {right[best]} is a tie with {right[taken]}, the fixed order decides"
@@ -113,8 +115,9 @@ def _verdict(slot: Slot, taken: str, fitting: Sequence[str], measured: dict[str,
     return "measured", f"measured {right[taken]}, {second} {right[second]}"
 
 
-def _lost(slot: Slot, name: str, taken: str, fitting: Sequence[str], measured: dict[str, Measurement]) -> Misfit:
+def _lost(slot: Slot, name: str, taken: str, fitting: Sequence[str], found: dict[str, Measurement]) -> Misfit:
     """Why a candidate that fits was not taken."""
+    measured = _counting(found)
     force = f"--{slot.flag.replace('_', '-')} {name}"
     if slot.asked is not None:
         return Misfit(f"fits; {slot.asked} was asked for", force, "not_asked")
@@ -125,6 +128,11 @@ def _lost(slot: Slot, name: str, taken: str, fitting: Sequence[str], measured: d
     tie = "; measured as a tie" if name in measured and taken in measured else ""
     place = f"{'after' if fitting.index(name) > fitting.index(taken) else 'before'} {taken} in the fixed order"
     return Misfit(f"fits; {place}{tie}", force, "order")
+
+
+def _counting(found: dict[str, Measurement]) -> dict[str, Measurement]:
+    """Without figures that were taken back."""
+    return {name: m for name, m in found.items() if not m.taken_back}
 
 
 def _measured(slot: Slot, bucket: int, names: Sequence[str], evidence: Evidence) -> dict[str, Measurement]:

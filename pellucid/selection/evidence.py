@@ -17,13 +17,15 @@ STEP_TIE_SHARE = 0.005
 class Measurement:
     """One backend on one op and bucket: median seconds and the half width of its 95 % interval.
 
-    `right` is the verdict of the numeric gate, which comes before speed; `detail` says where it failed.
+    `right` is the verdict of the numeric gate, which comes before speed; `detail` says where it failed. `taken_back`
+    says why a figure decides nothing though it is right: the whole step was not faster with what it led to.
     """
 
     seconds: float
     error: float
     right: bool = True
     detail: str = ""
+    taken_back: str = ""
 
     def __str__(self) -> str:
         return f"{self.seconds * 1e6:.1f} us"

@@ -49,16 +49,18 @@ class Measured:
     error: float
     right: bool = True
     detail: str = ""
+    taken_back: str = ""
 
     @classmethod
     def of(cls, candidate: str, found: Measurement) -> Measured:
         # JSON has no infinity.
         seconds = found.seconds if math.isfinite(found.seconds) else None
-        return cls(candidate, seconds, found.error, found.right, found.detail)
+        return cls(candidate, seconds, found.error, found.right, found.detail, found.taken_back)
 
     @property
     def result(self) -> Measurement:
-        return Measurement(math.inf if self.seconds is None else self.seconds, self.error, self.right, self.detail)
+        seconds = math.inf if self.seconds is None else self.seconds
+        return Measurement(seconds, self.error, self.right, self.detail, self.taken_back)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +68,7 @@ class Decision:
     """One choice. `bucket` is the largest token count it holds for, None when it holds for every step.
 
     `value` is None when nothing this version has can do it; the plan's `blockers` then say so. `measured` holds every
-    result that the choice was made from, in the fixed order of the candidates.
+    result that the choice was made from, or that was taken back, in the fixed order of the candidates.
     """
 
     op: str

@@ -1,15 +1,16 @@
 """Where two plans differ: the fact that caused it first, then each decision with its reason on both sides.
 
 Called by `pellucid explain --diff`. Of two models or machines, causes are found by trying them (`selection.facts`); of
-stored plans only the descriptions can be compared.
+stored plans the descriptions are compared, and what follows from other decisions is told apart (`consequences`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from pellucid.selection.consequences import followed
 from pellucid.selection.explain import INDENT, memory_rows
 from pellucid.selection.facts import (
     Effects,
@@ -25,6 +26,9 @@ from pellucid.selection.facts import (
 from pellucid.selection.plan import Decision, ExecutionPlan
 from pellucid.selection.view import show_value, title
 from pellucid.traits.misfit import Misfit
+
+FOLLOWS = "follows from"
+"""How the cause of a decision begins that others brought about."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +62,8 @@ class SideOfDecision:
 class DecisionDiff:
     """A decision that differs, over neighbouring buckets where it does so alike. A side is None when it has no such op.
 
-    `cause` says which fact changes it alone, or which do together; empty when that was not tried.
+    `cause` says which fact changes it alone, or which do together; where that was not tried, from which other
+    decisions that differ it follows: empty when from none.
     """
 
     title: str
@@ -126,6 +131,11 @@ def _diff(
     # Of an op that one side lacks, the candidates are no news.
     shared = {key for key in left if key in right} | compared.keys()
     differ = [key for key in dict.fromkeys([*left, *right]) if key in shared and left.get(key) != right.get(key)]
+    own = [key for key in differ if key in compared]
+
+    def cause(key: Key) -> str:
+        return _cause([key], tried) or _follows(followed(key, a, b, own))
+
     found = [_fact_diff(f, tried[f.name], differ) for f in facts or ()]
     # What changes most comes first.
     found.sort(key=lambda f: (-len(f.alone), -len(f.partly)))
@@ -133,7 +143,8 @@ def _diff(
         *names,
         traced=facts is not None,
         facts=tuple(found) if facts is not None else tuple(_described(a, b)),
-        decisions=tuple(_decision_diffs(*decisions, [key for key in differ if key in compared], tried)),
+        # What stands for itself comes before what follows from it.
+        decisions=tuple(sorted(_decision_diffs(*decisions, own, cause), key=lambda d: d.cause.startswith(FOLLOWS))),
         fits=tuple(_fit_diffs(*decisions, tried)),
         memory=tuple(_memory_diffs(a, b)),
         blockers=(_only(a, b), _only(b, a)),
@@ -162,6 +173,10 @@ def _cause(keys: Sequence[Key], tried: Mapping[str, Effects]) -> str:
         return f"by {', or by '.join(alone)}" if alone else ""
     parts = [name for name, found in tried.items() if (found.alone | found.partly).intersection(keys)]
     return f"by several together: {', '.join(parts)}" if parts else "by several together"
+
+
+def _follows(keys: Sequence[Key]) -> str:
+    return f"{FOLLOWS} {', '.join(_titles(keys))}" if keys else ""
 
 
 def _titles(keys: Sequence[Key]) -> Iterator[str]:
@@ -212,12 +227,12 @@ def _without_common(a: str, b: str) -> tuple[str, str]:
 
 
 def _decision_diffs(
-    left: Mapping[Key, Decision], right: Mapping[Key, Decision], differ: Sequence[Key], tried: Mapping[str, Effects]
+    left: Mapping[Key, Decision], right: Mapping[Key, Decision], differ: Sequence[Key], cause: Callable[[Key], str]
 ) -> Iterator[DecisionDiff]:
     groups: list[tuple[tuple[object, ...], list[Key]]] = []
     for key in differ:
         a, b = left.get(key), right.get(key)
-        identity = (key[0], a and (a.value, a.how), b and (b.value, b.how), _cause([key], tried))
+        identity = (key[0], a and (a.value, a.how), b and (b.value, b.how), cause(key))
         if groups and groups[-1][0] == identity and _are_neighbours(groups[-1][1][-1], key):
             groups[-1][1].append(key)
         else:
@@ -225,7 +240,7 @@ def _decision_diffs(
     for _, keys in groups:
         a, b = left.get(keys[0]), right.get(keys[0])
         some = left if a is not None else right
-        yield DecisionDiff(title([some[key] for key in keys]), _side(a, b), _side(b, a), _cause(keys, tried))
+        yield DecisionDiff(title([some[key] for key in keys]), _side(a, b), _side(b, a), cause(keys[0]))
 
 
 def _side(own: Decision | None, other: Decision | None) -> SideOfDecision | None:

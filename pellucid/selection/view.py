@@ -1,12 +1,14 @@
 """A plan's decisions as rows for people: equal neighbouring buckets merged, measured tables, candidates not taken.
 
-`explain` prints the rows as text, `plan_html` as a page, so that both say the same. Computes no choice anew.
+`explain` prints the rows as text, `plan_html` as a page, and a server logs them in short, so that all say the same.
+Computes no choice anew.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 from pellucid.selection.evidence import Measurement, is_tie, tie_share
 from pellucid.selection.plan import Decision, How, MemoryBill, Rejection, Value
@@ -20,7 +22,8 @@ FAR_OFF: dict[MisfitKind, str] = {
 """Reasons that an overview states once for all candidates that have them; `--why` states every reason."""
 
 TABLE_LEGEND = (
-    "* taken, = a tie with it (within the combined 95 % error, or 2 %; of a step 0.5 %), ± half of the 95 % interval"
+    "* taken, = a tie with it (within the combined 95 % error, or 2 %; of a step 0.5 %), ! faster, but taken back, "
+    "± half of the 95 % interval"
 )
 
 _BY_BUCKET: dict[MisfitKind, str] = {
@@ -33,7 +36,7 @@ _BY_BUCKET: dict[MisfitKind, str] = {
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One result of a measured table. `mark` is `*`, `=` or empty; a wrong result says so instead of a time."""
+    """One result of a measured table. `mark` is `*`, `=`, `!` or empty; a wrong result says so instead of a time."""
 
     text: str
     mark: str
@@ -88,6 +91,20 @@ class Row:
 def rows(decisions: Sequence[Decision]) -> tuple[Row, ...]:
     """The decisions in their order, neighbouring buckets merged where nothing but measured figures differs."""
     return tuple(_row(group) for group in _groups(decisions))
+
+
+def op_lines(decisions: Sequence[Decision]) -> Iterator[str]:
+    """One line an op: `moe=triton_fused (default)`, `attention.decode=triton_mla (default) at 1..8, ... tokens`.
+
+    Every run of buckets with one value and provenance is named; where there is one alone, its buckets are not.
+    """
+    for op, own in groupby(rows(decisions), lambda row: row.op):
+        runs = [list(run) for _, run in groupby(own, lambda row: (row.value, row.how))]
+        told = [f"{run[0].value} ({run[0].how})" for run in runs]
+        if len(runs) > 1:
+            spans = [_span([d.bucket for row in run for d in row.decisions]) for run in runs]
+            told = [f"{one} at {span}" for one, span in zip(told, spans, strict=True)]
+        yield f"{op}={', '.join(told)}{' tokens' if len(runs) > 1 else ''}"
 
 
 def title(group: Sequence[Decision]) -> str:
@@ -146,9 +163,17 @@ def _lasting(rejection: Rejection) -> tuple[Misfit, ...]:
 def _row(group: Sequence[Decision]) -> Row:
     first = group[0]
     same = all(d.because == first.because for d in group)
-    because = first.because if same else _standing_reasons(first)
+    because = first.because if same else (*_standing_reasons(first), *_taken_back(group))
     losers = tuple(_loser([d.rejected[i] for d in group], group) for i in range(len(first.rejected)))
     return Row(tuple(group), because, losers, _table(group))
+
+
+def _taken_back(group: Sequence[Decision]) -> Iterator[str]:
+    """Where figures of a row decide nothing, and why at the first such bucket."""
+    why = {d.bucket: m.taken_back for d in group for m in d.measured if m.taken_back}
+    if why:
+        where = ", ".join(_runs(list(why), [d.bucket for d in group]))
+        yield f"measured, but taken back at {where}: {next(iter(why.values()))}"
 
 
 def _loser(found: Sequence[Rejection], group: Sequence[Decision]) -> Loser:
@@ -178,8 +203,12 @@ def _runs(chosen: Sequence[int | None], every: Sequence[int | None]) -> Iterator
         if bucket in chosen and bucket is not None:
             run.append(bucket)
         elif run:
-            yield str(run[0]) if len(run) == 1 else f"{run[0]}..{run[-1]}"
+            yield _span(run)
             run = []
+
+
+def _span(run: Sequence[int | None]) -> str:
+    return str(run[0]) if len(run) == 1 else f"{run[0]}..{run[-1]}"
 
 
 def _table(group: Sequence[Decision]) -> Table | None:
@@ -201,5 +230,9 @@ def _cells(decision: Decision, names: Sequence[str]) -> tuple[Cell | None, ...]:
 def _cell(result: Measurement, is_taken: bool, taken: Measurement | None, share: float) -> Cell:
     if not result.right:
         return Cell(f"wrong: {result.detail}" if result.detail else "wrong", "*" if is_taken else "", False)
-    tie = taken is not None and taken.right and is_tie(result, taken, share)
-    return Cell(f"{result.seconds * 1e6:.1f} ± {result.error * 1e6:.1f} us", "*" if is_taken else "=" * tie, True)
+    text = f"{result.seconds * 1e6:.1f} ± {result.error * 1e6:.1f} us"
+    if is_taken or taken is None or not taken.right:
+        return Cell(text, "*" if is_taken else "", True)
+    if is_tie(result, taken, share):
+        return Cell(text, "=", True)
+    return Cell(text, "!" if result.taken_back and result.seconds < taken.seconds else "", True)

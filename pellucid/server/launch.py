@@ -25,6 +25,7 @@ from pellucid.engine.prompts import PromptEncoder
 from pellucid.engine.startup import ModelFiles, make_plan, open_model
 from pellucid.selection.args import EngineArgs
 from pellucid.selection.plan import ExecutionPlan
+from pellucid.selection.view import op_lines
 from pellucid.server.app import create_app
 from pellucid.server.args import ServeArgs
 from pellucid.server.context import ServerContext
@@ -92,7 +93,7 @@ def prepare(
     files = open_model(engine_args.model, engine_args.load_format)
     here = replace(engine_args, model=str(files.path))
     context = _make_context(here, engine_args.model, args, keys, files, engine_command)
-    return context, files, make_plan(here, files)
+    return context, files, make_plan(here, files, tell=False)
 
 
 def _listen(host: str, port: int) -> socket.socket:
@@ -339,8 +340,9 @@ def _startup_lines(context: ServerContext, plan: ExecutionPlan) -> Iterator[str]
     tokens = plan.num_kv_pages * plan.page_size
     pool = f"{tokens} tokens of KV in {plan.num_kv_pages} pages"
     yield f"capacity: {told('max_model_len')}, {pool}, {told('max_num_seqs')}"
-    kernels = {d.op: f"{d.op}={d.value} ({d.how})" for d in reversed(plan.decisions) if _is_kernel(d.op)}
-    yield f"kernels: {', '.join(reversed(kernels.values()))}; reasons at /plan, or: pellucid explain"
+    for line in op_lines([d for d in plan.decisions if _is_kernel(d.op)]):
+        yield f"kernels: {line}"
+    yield "reasons of every choice: at /plan, or pellucid explain"
     if context.encoder.tokenizer is None:
         yield "no tokenizer: text is refused; /v1/completions takes token ids, and return_token_ids gives them back"
     yield f"parsers: {context.parsers.because}"

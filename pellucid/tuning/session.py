@@ -244,23 +244,25 @@ def tune(
         refused = [step for step in steps(plan, default, chosen) if not _confirmed(session.answer(step))]
         if not refused:
             break
-        before = len(evidence), chosen
+        before = evidence, chosen
+        why = {step: f"{step.key}: the default it stays: {_refusal(session.answer(step))}" for step in refused}
         for step in refused:
-            notes.append(f"{step.key}: the default it stays: {_refusal(session.answer(step))}")
-            evidence = _withdraw(evidence, STEP_OPS[step.op], step.bucket)
+            notes.append(why[step])
+            evidence = _withdraw(evidence, STEP_OPS[step.op], step.bucket, why[step])
             if step.op == "step.decode":
                 chosen = chosen.without(step.bucket)
-        if (len(evidence), chosen) == before:
+        if (evidence, chosen) == before:
             # What differs is not of the step's own bucket: a page size, or the decode path, for another bucket's sake.
             for step in refused:
                 for bucket in plan.buckets(STEP_OPS[step.op][0]):
-                    evidence = _withdraw(evidence, STEP_OPS[step.op], bucket)
-        if (len(evidence), chosen) == before:
+                    evidence = _withdraw(evidence, STEP_OPS[step.op], bucket, why[step])
+        if (evidence, chosen) == before:
             evidence, chosen = verdicts(evidence), Tiles()
         evidence, more = settle(resolve, evidence)
         notes += more
     frozen = replace(plan, decisions=(*plan.decisions, *chosen.decisions()))
-    return Tuned(frozen, evidence, (*notes, *session.notes()))
+    # A step that is refused in several rounds has one note of each.
+    return Tuned(frozen, evidence, (*dict.fromkeys(notes), *session.notes()))
 
 
 def settle(
@@ -281,11 +283,10 @@ def settle(
     for op in ops:
         if len(plan.backends(op)) > 1 and not share_weights(op, plan.backends(op)):
             names = " and ".join(sorted(plan.backends(op)))
-            notes.append(
-                f"{op}: {names} are fastest at some buckets each, but their weights lie differently: the default stays"
-            )
+            why = f"{op}: {names} win some buckets each, but their weights lie differently: the default stays"
+            notes.append(why)
             for bucket in plan.buckets(op):
-                settled = _withdraw(settled, (op,), bucket)
+                settled = _withdraw(settled, (op,), bucket, why)
     return settled, notes
 
 
@@ -312,13 +313,14 @@ def _refusal(results: Mapping[str, Measurement]) -> str:
 
 
 def _withdraw(
-    evidence: Mapping[tuple[str, int, str], Measurement], families: Sequence[str], bucket: int
+    evidence: Mapping[tuple[str, int, str], Measurement], families: Sequence[str], bucket: int, why: str
 ) -> dict[tuple[str, int, str], Measurement]:
-    """Without the figures of these ops at the bucket. What the gate found stays: a default may be wrong."""
+    """With the figures of these ops at the bucket taken back. What the gate found stays: a default may be wrong."""
     return {
-        (op, at, name): m
+        (op, at, name): replace(m, taken_back=m.taken_back or why)
+        if m.right and at == bucket and concerns(op, families)
+        else m
         for (op, at, name), m in evidence.items()
-        if not m.right or at != bucket or not concerns(op, families)
     }
 
 

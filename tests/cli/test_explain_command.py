@@ -330,6 +330,45 @@ def test_a_stored_plan_is_not_moved_to_another_machine(kimi, tmp_path, capsys):
     assert "is a stored plan; give another, or a model" in capsys.readouterr().err
 
 
+@pytest.fixture
+def stored(kimi, tmp_path):
+    path = tmp_path / "plan.json"
+    path.write_text(explain(kimi, "--hardware", "h200", "--json"))
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        (["--max-num-seqs", "8"], "--max-num-seqs 8: plan.json is a stored plan"),
+        (["--hardware", "h200"], "--hardware h200: plan.json is"),
+        (["--hardware", "this"], "--hardware this: plan.json is"),
+        (["--no-enable-prefix-caching", "--why", "moe"], "--no-enable-prefix-caching: plan.json is"),
+        (["--measure", "off", "--dtype", "fp16", "--json"], "--dtype fp16 --measure off: plan.json is"),
+        (["--max-num-seqs", "8", "--diff", "{stored}"], "--max-num-seqs 8: plan.json and plan.json are stored plans"),
+    ],
+)
+def test_a_flag_that_can_not_change_a_stored_plan_is_refused_in_one_line(stored, flags, named, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main(["explain", stored, *(flag.replace("{stored}", stored) for flag in flags)])
+    out, err = capsys.readouterr()
+    assert (stopped.value.code, out) == (2, "")
+    assert err.startswith(f"error: {named}") and err.count("\n") == 1
+    assert "leave that out, or explain the model" in err
+
+
+def test_flags_that_shape_the_output_of_a_stored_plan_stay_and_those_of_a_model_beside_it_too(stored, kimi, tmp_path):
+    page = tmp_path / "plan.html"
+    assert "moe@1" in explain(stored, "--why", "moe@1")
+    assert json.loads(explain(stored, "--json", "--html", str(page)).partition("\n")[2])["decisions"]
+    assert page.exists()
+    assert explain(stored, "--diff", stored).startswith("equal plans: ")
+    text = explain(stored, "--diff", kimi, "--hardware", "h200", "--max-num-seqs", "8")
+    assert "B 8  asked: --max-num-seqs" in text
+    text = explain(kimi, "--hardware", "h200", "--max-num-seqs", "8", "--diff", stored)
+    assert "A 8  asked: --max-num-seqs" in text
+
+
 def test_what_was_measured_on_this_machine_before_is_shown_with_its_errors(tmp_path, monkeypatch):
     from pellucid.hardware import load_hardware
     from pellucid.selection.evidence import Measurement

@@ -15,8 +15,8 @@ from pellucid.selection.plan import ExecutionPlan
 from pellucid.selection.plan_html import plan_html
 from pellucid.selection.registry import discover
 from pellucid.selection.resolve import resolve
-from pellucid.selection.view import rows
-from tests.selection.models import KIMI_K25, V2_LITE, machine, plan
+from pellucid.selection.view import op_lines, rows
+from tests.selection.models import KIMI_K25, V2_LITE, kinds, machine, plan
 
 NAMES = ("triton_mla", "flashmla", "flashinfer_mla")
 BACKENDS = [replace(b, built_in=True, packages=(), needs_compiler=None) if b.name in NAMES else b for b in discover()]
@@ -55,11 +55,84 @@ def test_neighbouring_buckets_with_one_choice_are_one_row_with_every_figure():
     assert [[cell.mark for cell in cells] for _, cells in second.table.rows] == [["", "*"]] * 3
 
 
+def test_one_line_of_a_log_names_every_run_of_buckets():
+    lines = list(op_lines([d for d in CROSSING.decisions if d.bucket is not None]))
+    assert lines == [
+        "attention.prefill=triton_mla (default)",
+        "attention.decode=triton_mla (measured) at 1..2, flashmla (measured) at 4..16 tokens",
+        "moe=triton_fused (default)",
+        "linear.bf16=reference (forced by traits)",
+    ]
+
+
+@given(st.lists(st.sampled_from(("triton_mla", "flashmla")), min_size=5, max_size=5))
+def test_the_runs_of_a_log_line_hold_each_bucket_once_with_its_choice(values):
+    (line,) = op_lines(
+        [
+            replace(d, value=value)
+            for d, value in zip((d for row in decode_rows(CROSSING) for d in row.decisions), values, strict=True)
+        ]
+    )
+    if len(set(values)) == 1:
+        assert line == f"attention.decode={values[0]} (measured)"
+        return
+    said = {}
+    for part in line.removeprefix("attention.decode=").removesuffix(" tokens").split(", "):
+        value, _, span = part.replace(" (measured)", "").partition(" at ")
+        first, _, last = span.partition("..")
+        run = [b for b in BUCKETS if int(first) <= b <= int(last or first)]
+        assert not said.keys() & set(run)
+        said |= dict.fromkeys(run, value)
+    assert said == dict(zip(BUCKETS, values, strict=True))
+
+
 def test_a_loser_names_the_buckets_where_it_lost_and_the_flag_that_forces_it():
     (lost,) = [loser for loser in decode_rows(CROSSING)[1].losers if loser.name == "triton_mla"]
     assert [(m.kind, m.reason, m.remedy) for m in lost.misfits] == [
         ("slower", "fits; measured slower at 4..16", "--attention-backend triton_mla")
     ]
+
+
+SLOWER = "step.decode@{}: with the measured choices its step takes 560.0 us, by default 500.0 us"
+TAKEN_BACK = measured(
+    {
+        (op, bucket, name): replace(m, taken_back=SLOWER.format(bucket) if bucket in (4, 8) else "")
+        for (op, bucket, name), m in evidence_of({"triton_mla": (20,) * 5, "flashmla": (13,) * 5}).items()
+    }
+)
+
+
+def test_a_figure_that_was_taken_back_decides_nothing_and_is_not_called_not_measured():
+    assert [d.value for row in decode_rows(TAKEN_BACK) for d in row.decisions] == [
+        "flashmla",
+        "flashmla",
+        "triton_mla",
+        "triton_mla",
+        "flashmla",
+    ]
+    text = render_decision(TAKEN_BACK, TAKEN_BACK.decision("attention.decode", 8))
+    assert text.startswith("attention.decode@8 = triton_mla  (default)")
+    assert f"that fit; measured, but taken back: {SLOWER.format(8)}" in text
+    assert "not measured" not in text
+    assert "13.0 ± 0.1 us !" in text and "20.0 ± 0.1 us *" in text and "! faster, but taken back" in text
+    assert kinds(TAKEN_BACK.decision("attention.decode", 8), "flashmla") == {"order"}
+
+
+def test_the_row_of_several_buckets_says_where_figures_were_taken_back():
+    row = decode_rows(TAKEN_BACK)[1]
+    assert row.title == "attention.decode@4..8"
+    assert f"measured, but taken back at 4..8: {SLOWER.format(4)}" in row.because
+    assert [[cell.mark for cell in cells] for _, cells in row.table.rows] == [["*", "!"]] * 2
+
+
+def test_what_was_taken_back_survives_json_and_is_missing_from_older_plans():
+    stored = json.loads(json.dumps(TAKEN_BACK.to_json(), allow_nan=False))
+    assert ExecutionPlan.from_json(stored) == TAKEN_BACK
+    for decision in stored["decisions"]:
+        for one in decision["measured"]:
+            del one["taken_back"]
+    older = ExecutionPlan.from_json(stored)
+    assert not any(m.taken_back for d in older.decisions for m in d.measured)
 
 
 def test_a_tie_and_a_wrong_result_are_marked():

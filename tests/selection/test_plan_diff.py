@@ -142,9 +142,76 @@ def test_stored_plans_are_compared_by_what_they_say_of_themselves():
     assert not found.traced and not found.equal
     described = " ".join(f"{f.a} {f.b}" for f in found.facts)
     assert "384 experts of width 2048" in described and "64 experts of width 1408" in described
-    assert not any(d.cause for d in found.decisions)
+    assert not any(d.cause.startswith("by ") for d in found.decisions)
     assert "what they were made for" in render_diff(found)
     assert diff_plans(("a", "b"), plan(V2_LITE, PRO), plan(V2_LITE, PRO)).equal
+
+
+def stored_diff(before, after):
+    found = diff_plans(("before", "after"), before, after)
+    return found, {d.title: d.cause for d in found.decisions}
+
+
+def test_labels_of_a_stored_plan_that_follow_from_its_choices_say_so_and_come_last():
+    found, cause = stored_diff(plan(V2_LITE, CPU), plan(V2_LITE, H200, device="cpu", attention_backend="reference"))
+    assert cause["batch_invariant"].startswith("follows from attention.prefill@1..2048, attention.decode@1..16")
+    found, cause = stored_diff(plan(V2_LITE, H200), plan(V2_LITE, H200, attention_backend="reference"))
+    assert cause == {
+        "attention.prefill@1..8192": "",
+        "attention.decode@1..256": "",
+        "decode_path": "follows from attention.decode@1..256",
+        "cuda_graphs": "follows from decode_path",
+        "prompt_graphs": "follows from decode_path, attention.prefill@1..8192",
+    }
+    assert "decode_path  (follows from attention.decode@1..256)" in render_diff(found)
+
+
+def test_buckets_and_pages_of_a_stored_plan_follow_from_the_size_that_was_asked_for():
+    _, cause = stored_diff(plan(V2_LITE, H200), plan(V2_LITE, H200, max_num_seqs=512))
+    assert cause == {
+        "max_num_seqs": "",
+        "kv.pages": "follows from max_num_seqs",
+        "attention.decode@512": "follows from max_num_seqs",
+    }
+
+
+def test_what_was_asked_for_follows_from_nothing_and_what_a_model_may_have_changed_is_not_put_down_to_a_choice():
+    _, cause = stored_diff(
+        plan(V2_LITE, H200), plan(V2_LITE, H200, attention_backend="reference", decode_path="layered")
+    )
+    assert cause["decode_path"] == "" and cause["cuda_graphs"] == "follows from decode_path"
+    # Packed weights alone keep this one from the fused path, whatever computes attention.
+    packed = replace(V2_LITE, weights=replace(V2_LITE.weights, dense_mlp=INT4))
+    _, cause = stored_diff(plan(V2_LITE, H200), plan(packed, H200, attention_backend="reference"))
+    assert cause["decode_path"] == ""
+    assert cause["cuda_graphs"] == "follows from decode_path"
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"max_num_seqs": 16},
+        {"max_num_batched_tokens": 512},
+        {"device": "cpu"},
+        {"attention_backend": "reference"},
+        {"moe_backend": "reference"},
+        {"enforce_eager": True},
+        {"decode_path": "layered"},
+        {"dtype": "fp16"},
+        {"block_size": 16},
+        {"num_kv_pages": 100},
+        {"max_model_len": 512},
+    ],
+    ids=str,
+)
+def test_with_one_flag_something_stands_for_itself_and_nothing_follows_from_what_is_equal(flags):
+    found, cause = stored_diff(plan(V2_LITE, H200), plan(V2_LITE, H200, **flags))
+    assert not found.equal
+    assert "" in cause.values()
+    named = {name for text in cause.values() for name in text.removeprefix("follows from ").split(", ") if name}
+    assert named <= cause.keys()
+    own = [not text for text in cause.values()]
+    assert own == sorted(own, reverse=True)
 
 
 def test_a_package_that_one_machine_lacks_is_a_fact_of_its_own():

@@ -100,6 +100,10 @@ def test_choices_that_make_the_step_slower_are_taken_back_and_the_plan_is_the_de
     assert decode(found, 4).value == OTHER
     assert [note for note in found.notes if "step.decode@8" in note and "560" in note and "500" in note]
     assert not any("step.decode@4" in note for note in found.notes)
+    # Its figures are still shown, and why they decide nothing.
+    assert any(line.endswith(f"measured, but taken back: {found.notes[0]}") for line in decode(found, 8).because)
+    assert {m.candidate for m in decode(found, 8).measured if m.taken_back} >= {MINE, OTHER}
+    assert not any(m.taken_back for m in decode(found, 4).measured)
 
 
 def test_a_choice_for_one_bucket_that_slows_another_is_taken_back(tmp_path):
@@ -110,6 +114,8 @@ def test_a_choice_for_one_bucket_that_slows_another_is_taken_back(tmp_path):
     assert found.plan.decode_path == "fused"
     assert {decode(found, bucket).value for bucket in (1, 2, 4, 8)} == {MINE}
     assert any("step.decode@1" in note for note in found.notes)
+    # Refused in one round after the other, it is told once.
+    assert len(set(found.notes)) == len(found.notes)
 
 
 def test_a_tied_step_confirms(tmp_path):
