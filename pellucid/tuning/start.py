@@ -36,6 +36,16 @@ engine needs them too."""
 FULL_SECONDS = 600
 """Of `pellucid tune`, which nobody waits for with a server down."""
 
+OTHERS_MEASURE = (
+    "another process measures on this machine now, and two would time each other: nothing is measured; the next start "
+    "knows what it finds"
+)
+
+INVARIANCE_LOST = (
+    "by default a result does not depend on what it is batched with, under the measured choices it may; "
+    "--batch-invariant keeps it so"
+)
+
 SHORT_PROMPT = 256
 """Tokens. Attention is a small part of a step of so few."""
 
@@ -72,8 +82,11 @@ def tune_plan(
     if not measures and store.is_empty:
         return Tuned(default, {}, ())
     seconds = args.measure_seconds or DEFAULT_SECONDS
-    compiles = False
+    compiles, notes = False, []
     with ExitStack() as stack:
+        if measures and not stack.enter_context(store.alone()):
+            measures = False
+            notes.append(OTHERS_MEASURE)
         if measures and bench is None:
             # A candidate that hangs may take no more than this; a kernel is compiled in less.
             deadline = max(20.0, min(300.0, seconds / 4))
@@ -95,8 +108,10 @@ def tune_plan(
                 f"measured {session.measured} choices in {session.budget.used:.0f} s"
                 f"{compiled if session.budget.excused >= 1 else ''}, kept in {store.path}"
             )
-            tuned = replace(tuned, notes=(done, *tuned.notes))
-        return tuned
+            notes.append(done)
+        if default.batch_invariant and not tuned.plan.batch_invariant:
+            notes.append(INVARIANCE_LOST)
+        return replace(tuned, notes=(*notes, *tuned.notes))
 
 
 def _compile_ahead(

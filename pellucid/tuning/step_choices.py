@@ -30,7 +30,7 @@ STEP_OPS = {"step.decode": ("attention.decode", *ONE_FORM), "step.prefill": ("at
 def traits_of(plan: ExecutionPlan, family: str) -> str:
     """What of model and storage a figure depends on, in words: where its formats were read does not matter."""
     model = (re.sub(r"^weights \(\w+\)", "weights", line) for line in plan.model)
-    storage = [plan.dtype]
+    storage = [plan.dtype, *([f"{plan.threads} threads"] if plan.device == "cpu" else [])]
     if family in ("attention", "step"):
         length = f"{plan.max_model_len} tokens at most"
         storage += [f"KV {plan.kv_dtype} {plan.kv_layout} in pages of {plan.page_size}", length]

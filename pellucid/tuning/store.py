@@ -12,7 +12,8 @@ import math
 import os
 import re
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -152,6 +153,26 @@ class EvidenceStore:
         machine = {name: value for name, value in fingerprint.hard.items() if name != "sources"}
         label = re.sub(r"[^a-z0-9]+", "-", str(machine.get("gpu", machine.get("cpu"))).lower()).strip("-")
         return cls(cache_dir("evidence", f"{label}-{_digest(machine)}.jsonl"), fingerprint)
+
+    @contextmanager
+    def alone(self) -> Iterator[bool]:
+        """Whether nobody else measures on this machine, nor may meanwhile: two at once would time each other."""
+        import fcntl
+
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            lock = self.path.with_suffix(".lock").open("a")
+        except OSError:
+            # Where nothing can be kept, nobody can be told either.
+            yield True
+            return
+        with lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                yield False
+                return
+            yield True
 
     def find(self, question: Question) -> Found | None:
         """The latest figures from such a device, kernels, traits and candidates: of the same versions if there are."""

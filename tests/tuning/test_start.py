@@ -22,6 +22,7 @@ from pellucid.selection.resolve import resolve
 from pellucid.tuning import start, store
 from pellucid.tuning.gate import Probe
 from pellucid.tuning.start import tune_plan
+from pellucid.tuning.step_choices import traits_of
 from tests import checkpoints
 from tests.engine.tiny import engine_arguments
 from tests.selection.models import V2_LITE
@@ -163,7 +164,7 @@ def test_full_measures_the_kernels_of_a_cpu_in_a_child_and_the_next_start_reads_
     assert any(line.startswith("attention.decode@1") for line in said)
     assert any("measured " in record.message for record in caplog.records)
     assert make_plan(EngineArgs(str(tiny), **flags), files) == first
-    (path,) = cache.iterdir()
+    (path,) = cache.glob("*.jsonl")
     assert all(line["samples"] for line in lines(cache) if line["results"])
     path.write_text("not a line\n" + path.read_text())
     assert make_plan(EngineArgs(str(tiny), **flags), files, measure=True) == first
@@ -238,3 +239,55 @@ def test_a_start_leaves_attention_of_short_prompts_alone_where_their_steps_are_c
         asked[mode] = {key for key, _ in bench.asked if key.startswith("attention.prefill")}
     assert asked["cached"] == {"attention.prefill@512"}
     assert asked["full"] == {f"attention.prefill@{1 << power}" for power in range(10)}
+
+
+def test_while_another_process_measures_nothing_is_and_the_start_says_so(cache):
+    machine = store.EvidenceStore.of(gpu_machine(), "cuda")
+    with machine.alone() as first:
+        assert first
+        bench = SimulatedBench({"library": 45.0})
+        found = on_a_card(bench)
+        assert bench.asked == [] and found.plan == resolver()({})
+        assert any("another process measures" in note for note in found.notes)
+    bench = SimulatedBench({"library": 45.0})
+    on_a_card(bench)
+    assert bench.asked
+
+
+def test_a_cache_that_can_not_be_written_keeps_nobody_from_measuring(cache):
+    cache.write_text("a file where the folder should be")
+    bench = SimulatedBench({"library": 45.0})
+    assert any("can't be kept" in note for note in on_a_card(bench).notes)
+    assert bench.asked
+
+
+def test_figures_of_a_cpu_hold_for_a_number_of_threads(cache):
+    """A question's traits name it; on a card they do not."""
+    cpu, card = load_hardware("cpu"), gpu_machine()
+    plans = {threads: resolve(EngineArgs("model", device="cpu", threads=threads, num_kv_pages=9), V2_LITE, cpu)
+             for threads in (1, 3)}  # fmt: skip
+    assert {threads: f"{threads} threads" in traits_of(plan, "linear") for threads, plan in plans.items()} == {
+        1: True, 3: True,
+    }  # fmt: skip
+    assert traits_of(plans[1], "linear") != traits_of(plans[3], "linear")
+    on_card = [resolve(EngineArgs("model", threads=threads, num_kv_pages=99), V2_LITE, card) for threads in (1, 3)]
+    assert traits_of(on_card[0], "linear") == traits_of(on_card[1], "linear")
+
+
+def test_a_choice_that_takes_batch_invariance_away_says_so(cache, tiny: Path):
+    """On a CPU our kernels have it, and plain torch has not."""
+    flags = {"device": "cpu", "threads": 1, "max_num_seqs": 1, "max_num_batched_tokens": 1, "num_kv_pages": 16}
+    args, files = EngineArgs(str(tiny), measure="full", **flags), open_model(str(tiny))
+    make = partial(resolve, args, files.traits, load_hardware("cpu"))
+    if not make({}).batch_invariant:
+        pytest.skip("no compiler here: plain torch is all there is")
+    bench = SimulatedBench({**STEP, "reference": 10.0})
+    found = tune_plan(args, files.traits, load_hardware("cpu"), make, {}, True, bench=bench, clock=bench.clock)
+    assert not found.plan.batch_invariant
+    assert any("--batch-invariant keeps it so" in note for note in found.notes)
+    # Asked for, it is kept, and nothing needs to be said.
+    asked = EngineArgs(str(tiny), measure="full", batch_invariant=True, **flags)
+    make = partial(resolve, asked, files.traits, load_hardware("cpu"))
+    found = tune_plan(asked, files.traits, load_hardware("cpu"), make, {}, True, bench=bench, clock=bench.clock)
+    assert found.plan.batch_invariant
+    assert not any("--batch-invariant" in note for note in found.notes)
