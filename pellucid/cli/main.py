@@ -11,6 +11,7 @@ import click
 
 from pellucid import __version__
 from pellucid.core import PellucidError
+from pellucid.utils.process import spin_briefly
 
 COMMANDS = {
     "chat": ("pellucid.cli.chat:chat", "Talk to a model in the terminal."),
@@ -54,6 +55,7 @@ def cli() -> None:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line. A failure the user can act on is one line on stderr and its exit code, no traceback."""
+    spin_briefly()
     try:
         code = cli.main(args=None if argv is None else list(argv), prog_name="pellucid", standalone_mode=False)
     except PellucidError as error:

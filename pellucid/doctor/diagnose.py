@@ -7,17 +7,18 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from pellucid.core import PellucidError
-from pellucid.doctor.devices import DriverFacts, device_checks, memory_in_use, read_driver_facts
+from pellucid.doctor.devices import DriverFacts, device_checks, read_driver_facts
 from pellucid.doctor.host import host_checks, hub_folder, read_folder, read_host, unchecked_host
+from pellucid.doctor.plan import blocker_name, memory_checks, plan_checks
 from pellucid.doctor.report import Check, KernelFigures, Report
-from pellucid.engine.inputs import PACKAGES, TOKENIZER_FILES, slow_path_reasons
+from pellucid.engine.inputs import PACKAGES, TOKENIZER_FILES
 from pellucid.hardware.facts import Hardware, format_bytes
 from pellucid.models.checkpoint import INDEX_FILE, Checkpoint
 from pellucid.models.hub import HUB_NAME, resolve_model
@@ -27,21 +28,13 @@ from pellucid.selection.args import SYNTHETIC, EngineArgs
 from pellucid.selection.evidence import Evidence
 from pellucid.selection.limits import SEQUENCES
 from pellucid.selection.memory import stored_bytes
-from pellucid.selection.plan import ExecutionPlan, MemoryBill
+from pellucid.selection.plan import ExecutionPlan
 from pellucid.selection.resolve import resolve
-from pellucid.selection.view import rows, tokens_that_fit
 from pellucid.server.args import ServeArgs
 from pellucid.traits.config import TraitReport
-from pellucid.traits.misfit import MisfitKind
 from pellucid.traits.model import ModelTraits
 
 ELSEWHERE = "this is another machine"
-
-SEE = "see `pellucid explain` for every candidate"
-
-
-CHANGEABLE: frozenset[MisfitKind] = frozenset({"package", "toolkit", "compiler"})
-"""What an installation can change."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,16 +74,16 @@ def diagnose(case: Case, on_progress: Callable[[str], None] | None = None) -> Re
     ranks = 1 if plan is None else plan.tensor_parallel_size
     device = case.args.device or case.hardware.device
     driver = read_driver_facts() if case.here and device == "cuda" and case.hardware.gpus else None
-    checks = [
-        *_host(case, plan, ranks, device),
-        *_devices(case, device, ranks, driver),
-        *model_lines,
-        *([] if plan is None else _memory(case, plan, driver)),
-        *plan_lines,
-    ]
+    around = [*_host(case, plan, ranks, device), *_devices(case, device, ranks, driver), *model_lines]
+    planned = [*([] if plan is None else memory_checks(plan, case.hardware, driver)), *plan_lines]
+    kernels, kernel_lines = _kernels(case, opened, plan, [*around, *planned], on_progress)
+    if kernels and opened is not None:
+        # A start knows these figures from now on.
+        plan, plan_lines = _plan(case, opened)
+        planned = [*([] if plan is None else memory_checks(plan, case.hardware, driver)), *plan_lines]
+    checks = [*around, *planned]
     if opened is not None and plan is not None and not any(check.status == "fail" for check in checks):
         checks += _preparation(case, opened)
-    kernels, kernel_lines = _kernels(case, opened, plan, checks, on_progress)
     machine = "this machine" if case.here else case.hardware.name
     return Report(f"{case.args.model or 'any model'} on {machine}", (*checks, *kernel_lines), kernels)
 
@@ -220,78 +213,26 @@ def _conflicts(report: TraitReport) -> Iterator[Check]:
 
 
 def _plan(case: Case, opened: Opened) -> tuple[ExecutionPlan | None, list[Check]]:
-    """The plan, and its lines; None where a flag does not fit."""
+    """The plan that a start would make, and its lines; None where a flag does not fit."""
+    make = _resolver(case, opened)
+    notes: tuple[str, ...] = ()
     try:
-        plan = _resolver(case, opened)({})
+        plan = make({})
+        if case.here and not plan.blockers:
+            # What was measured here before is part of a start's plan; nothing is measured now.
+            from pellucid.tuning.start import tune_plan
+
+            tensors = opened.checkpoint.tensors
+            tuned = tune_plan(case.args, opened.traits, case.hardware, make, tensors, measure=False)
+            plan, notes = tuned.plan, tuple(dict.fromkeys(tuned.notes))
     except PellucidError as error:
         return None, [Check("plan", "flags", "fail", str(error), "change the flag that the line names")]
-    return plan, [*_choices(plan), *_slow(plan), *_blockers(plan)]
+    return plan, list(plan_checks(plan, notes))
 
 
 def _resolver(case: Case, opened: Opened) -> Callable[[Evidence], ExecutionPlan]:
     stored = stored_bytes(opened.checkpoint.tensors, opened.traits.num_layers)
     return partial(resolve, case.args, opened.traits, case.hardware, stored_bytes=stored)
-
-
-def _choices(plan: ExecutionPlan) -> Iterator[Check]:
-    for name in ("device", "tensor_parallel_size", "dtype", "kv.dtype", "max_model_len", "max_num_seqs", "decode_path"):
-        decision = plan.decision(name)
-        yield Check("plan", name, "ok", f"{decision.value}  ({decision.how}: {decision.because[0]})")
-    for row in rows([d for d in plan.decisions if d.bucket is not None and d.value is not None]):
-        yield Check("plan", row.title, "ok", f"{row.value}  ({row.how})")
-
-
-def _slow(plan: ExecutionPlan) -> Iterator[Check]:
-    """Where plain torch runs although something faster of ours could, but for what the user can change."""
-    for line in slow_path_reasons(plan):
-        reason, _, remedy = line.rpartition("; ")
-        yield Check("plan", "slow path", "warn", reason or line, remedy if reason else SEE)
-    if plan.device != "cuda":
-        return
-    for row in rows([d for d in plan.decisions if d.value == "reference" and d.op.partition(".")[0] != "linear"]):
-        changeable = [x for x in row.losers if x.misfits and {m.kind for m in x.misfits} <= CHANGEABLE]
-        remedy = "; ".join(m.remedy for x in changeable[:1] for m in x.misfits if m.remedy)
-        yield Check("plan", "slow path", "warn", f"plain torch computes {row.title}", remedy or SEE)
-
-
-def _blockers(plan: ExecutionPlan) -> Iterator[Check]:
-    for blocker in plan.blockers:
-        # A blocker of an op begins with its name.
-        op = blocker.reason.partition(" ")[0]
-        name = op if op in {d.op for d in plan.decisions} else blocker.kind
-        yield Check("plan", name, "fail", blocker.reason, blocker.remedy or f"another model or machine; {SEE}")
-
-
-def _memory(case: Case, plan: ExecutionPlan, driver: DriverFacts | None) -> Iterator[Check]:
-    """The bill of one rank by what it is for, and what is left."""
-    bill = plan.memory
-    for name, size, formula in _bill_lines(bill):
-        yield Check("memory", name, "ok", f"{format_bytes(size)}  ({formula})")
-    left, budget = format_bytes(bill.kv_budget_bytes), f"of {format_bytes(bill.budget_bytes)}: {bill.budget_formula}"
-    no_room = next((b for b in plan.blockers if b.kind == "memory"), None)
-    if no_room is not None:
-        yield Check("memory", "left for KV", "fail", f"{left} {budget}", no_room.remedy)
-    else:
-        yield Check("memory", "left for KV", "ok", f"{left} {budget}")
-    yield Check("memory", "KV per token", "ok", f"{bill.kv_bytes_per_token} B  ({bill.kv_formula})")
-    tokens, length = tokens_that_fit(bill), plan.max_model_len
-    whole = f", {tokens // length} requests of {length} tokens" if tokens >= length else ""
-    yield Check("memory", "tokens that fit", "ok" if no_room is None else "not checked", f"{tokens}{whole}")
-    in_use = (
-        None if driver is None else memory_in_use(case.hardware, plan.tensor_parallel_size, bill.budget_bytes, driver)
-    )
-    if in_use is not None:
-        yield in_use
-
-
-def _bill_lines(bill: MemoryBill) -> Iterator[tuple[str, int, str]]:
-    weights = [item for item in bill.items if item.name.startswith("weights: ")]
-    parts = ", ".join(f"{item.name.removeprefix('weights: ')} {format_bytes(item.bytes)}" for item in weights)
-    yield "weights", sum(item.bytes for item in weights), parts
-    names: Mapping[str, str] = {"activations": "workspace", "runtime": "graphs, runtime"}
-    for item in bill.items:
-        if item not in weights:
-            yield names.get(item.name, item.name), item.bytes, item.formula
 
 
 # --- what the server itself does before it starts its engine ------------------------------------
@@ -321,7 +262,7 @@ def _kernels(
     checks: Sequence[Check],
     on_progress: Callable[[str], None] | None,
 ) -> tuple[tuple[KernelFigures, ...], list[Check]]:
-    """What `--kernels` asks for, or why it was not run. Whether weights are there, or fit, does not matter to it."""
+    """What `--kernels` asks for, or why it was not run. Whether weights are there does not matter to it."""
     if not case.kernels:
         return (), []
     # A device that another program holds would be timed with it, and the figures kept.
@@ -334,6 +275,8 @@ def _kernels(
         reason = f"not before {', '.join(broken)} above is mended"
     elif opened is None or plan is None:
         reason = "there is no plan: see what fails above"
+    elif blocked := _blocked(case, opened):
+        reason = f"nothing was measured: `serve` would not start, see {', '.join(blocked)} above"
     elif plan.tensor_parallel_size > 1:
         reason = f"{plan.tensor_parallel_size} ranks: this version measures the kernels of one alone"
     if opened is None or plan is None or reason:
@@ -341,3 +284,9 @@ def _kernels(
     from pellucid.doctor.kernels import run_kernels
 
     return run_kernels(case.args, opened.traits, case.hardware, _resolver(case, opened), on_progress)
+
+
+def _blocked(case: Case, opened: Opened) -> tuple[str, ...]:
+    """Names of what keeps any start from this plan. What figures found wrong is none: these kernels are run again."""
+    plan = _resolver(case, opened)({})
+    return tuple(dict.fromkeys(blocker_name(plan, blocker) for blocker in plan.blockers))

@@ -12,9 +12,9 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
+from pellucid.doctor.in_time import InTime, WholeBudget, ended_with
 from pellucid.doctor.report import Check, KernelFigures, Status
 from pellucid.hardware.facts import Hardware
 from pellucid.selection.args import EngineArgs
@@ -39,6 +39,11 @@ FEW_TOKENS = (1, 8)
 
 CHUNK = 512
 """The same of prompts."""
+
+OTHERS = "another process measures on this machine now, and two would time each other"
+
+PART_S = 1.0
+"""Of a question at least, gated before: with less none would be timed to the end where seconds are few."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +112,7 @@ def run_kernels(
     bench: Bench | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> tuple[tuple[KernelFigures, ...], list[Check]]:
-    """Figures by op and bucket, and the lines on them. Takes `--measure-seconds`, ten minutes by default, at most.
+    """Figures by op and bucket, and the lines on them. Takes `--measure-seconds`, ten minutes by default, and no more.
 
     Runs everything anew, unless `--measure cached` lets it take what the store has. With `--measure off` the plan is
     judged as such a start makes it: of the fixed order alone. `bench`, `clock`: as in `tuning.start.tune_plan`.
@@ -121,16 +126,22 @@ def run_kernels(
     words = ["pellucid", "doctor", Path(args.model).name, "--kernels", *args.command_line()]
     store.command = " ".join(Path(word).name if "/" in word else word for word in words)
     mode: Mode = "cached" if args.measure == "cached" else "full"
-    budget = Budget(args.measure_seconds or FULL_SECONDS, clock)
+    budget = WholeBudget(args.measure_seconds or FULL_SECONDS, clock)
     with ExitStack() as stack:
-        make = partial(Probe, Workbench(traits, plan))
+        if not stack.enter_context(store.alone()):
+            return (), [*lines, Check(GROUP, "numeric gate, speed", "warn", f"not run: {OTHERS}", "run it again later")]
         pooled = bench is None and plan.device == "cuda"
-        bench = stack.enter_context(make()) if bench is None else bench
+        if bench is None:
+            bench = probe = stack.enter_context(Probe(Workbench(traits, plan)))
+            stack.enter_context(ended_with(budget, [probe]))
+        bench = InTime(bench, budget)
         try:
             bench.start()
         except CannotMeasureError as error:
             calls = "import torch; torch.cuda.init()" if plan.device == "cuda" else "import torch"
             remedy = f"see what `python -c '{calls}'` says, and how long it takes"
+            if str(error) == OUT_OF_TIME:
+                remedy = _longer(budget)
             return (), [*lines, Check(GROUP, "numeric gate, speed", "warn", f"not run: {error}", remedy)]
         gates = Gates(bench)
         session = Session(store, bench, budget, mode, on_progress, gates.check_all)
@@ -139,16 +150,22 @@ def run_kernels(
             new = [q for q in questions if mode == "full" or store.find(q) is None]
             if on_progress is not None:
                 on_progress(f"gate of {sum(len(q.order) for q in new)} candidates")
-            pooled_make = partial(Probe, Workbench(traits, plan, keeps=False))
+            probes: list[Probe] = []
+
+            def make() -> Probe:
+                probes.append(Probe(Workbench(traits, plan, keeps=False)))
+                return probes[-1]
+
             memory = min(gpu.memory_bytes for gpu in hardware.gpus)
-            with ProbePool(pooled_make, hardware.cpu.cores, memory) as pool:
+            with ProbePool(make, hardware.cpu.cores, memory) as pool, ended_with(budget, probes):
                 gates.ahead(pool.check_all, [(q, name) for q in new for name in q.order], lambda: budget.left > 0)
         answers: dict[Question, Answer] = {}
         for question in sorted(questions, key=lambda q: q.bucket):
             session.share = 1.0
             session.gate_ahead([question])
             # An equal part of what is left for each: a slow one takes none from those behind it, and is late itself.
-            session.share = (budget.used + budget.left / (len(questions) - len(answers))) / budget.seconds
+            part = max(budget.left / (len(questions) - len(answers)), PART_S)
+            session.share = min(1.0, (budget.used + part) / budget.seconds)
             answers[question] = answer(session, store, gates, question)
     found = {(q.op, q.bucket, name): m for q, one in answers.items() for name, m in one.results.items()}
     evidence, notes = settle(resolve, found)
@@ -190,8 +207,6 @@ def answer(session: Session, store: FiguresStore, gates: Gates, question: Questi
     right = tuple(name for name in question.order if name not in results or results[name].right)
     if len(right) != 1 or right[0] in results or session.bench is None:
         return Answer(question, results, right)
-    if session.budget.left <= 0:
-        return Answer(question, results, right, OUT_OF_TIME)
     try:
         results[right[0]] = time_alone(session.bench, question, right[0])
     except CannotMeasureError as error:
@@ -223,7 +238,7 @@ Said = tuple[str, int, Status, str, str]
 """Op, bucket, status, fact, remedy."""
 
 
-def _lines(figures: Iterable[KernelFigures], args: EngineArgs, budget: Budget) -> Iterator[Check]:
+def _lines(figures: Sequence[KernelFigures], args: EngineArgs, budget: Budget) -> Iterator[Check]:
     said: list[Said] = []
     for one in figures:
         decision = one.decision
@@ -232,13 +247,33 @@ def _lines(figures: Iterable[KernelFigures], args: EngineArgs, budget: Budget) -
             text = f"{decision.value}  ({decision.how}; right: {', '.join(one.right)})"
             said.append((*place, "ok", text, ""))
         said += [(*place, *_failure(one, m, args)) for m in decision.measured if not m.right]
-        if one.why:
+        if one.why and one.why != OUT_OF_TIME:
             remedy = "end what else holds the device and its memory, and run it again"
-            if one.why == OUT_OF_TIME:
-                remedy = f"--measure-seconds above {budget.seconds:g}"
-            done = {*one.right, *(m.candidate for m in decision.measured)}.issuperset(one.candidates)
-            said.append((*place, "warn", f"{'not timed' if done else 'not run to the end'}: {one.why}", remedy))
-    return _merged(said)
+            what = "not timed" if _is_gated(one) else "not run to the end"
+            said.append((*place, "warn", f"{what}: {one.why}", remedy))
+    yield from _merged(said)
+    late = [one for one in figures if one.why == OUT_OF_TIME]
+    if late:
+        unsure = [one for one in late if not _is_gated(one)]
+        gap = f"; not gated to the end: {_places(unsure)}" if unsure else ""
+        yield Check(GROUP, "not timed", "warn", f"{_places(late)}: {OUT_OF_TIME}{gap}", _longer(budget))
+
+
+def _is_gated(one: KernelFigures) -> bool:
+    """Whether every candidate has a verdict."""
+    return {*one.right, *(m.candidate for m in one.decision.measured)}.issuperset(one.candidates)
+
+
+def _places(figures: Iterable[KernelFigures]) -> str:
+    """`attention.decode@8,16, moe@512`."""
+    buckets: dict[str, list[str]] = {}
+    for one in figures:
+        buckets.setdefault(one.decision.op, []).append(str(one.decision.bucket))
+    return ", ".join(f"{op}@{','.join(of)}" for op, of in buckets.items())
+
+
+def _longer(budget: Budget) -> str:
+    return f"--measure-seconds above {budget.seconds:g}"
 
 
 def _failure(one: KernelFigures, wrong: Measured, args: EngineArgs) -> tuple[Status, str, str]:
@@ -267,8 +302,7 @@ def _undrawable(plan: ExecutionPlan, questions: Iterable[Question]) -> Iterator[
 
 
 def _where(session: Session, store: FiguresStore) -> Iterator[Check]:
-    seconds = session.budget.used + session.budget.excused
-    done = f"{session.measured} choices measured in {seconds:.0f} s"
+    done = f"{session.measured} choices measured in {session.budget.used:.0f} s"
     kept = f"; {store.added} kept for later starts in {store.path}" if store.added else ""
     yield Check(GROUP, "figures", "ok", done + kept)
     # What was skipped has lines of its own.

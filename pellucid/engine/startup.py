@@ -126,6 +126,8 @@ def make_plan(
     tuned = tune_plan(args, files.traits, machine, resolver, files.checkpoint.tensors, measure, on_progress)
     for note in tuned.notes if tell else ():
         logger.info("%s", note)
+    # What was found wrong here may leave an op with nothing to run.
+    tuned.plan.check_startable()
     return tuned.plan
 
 

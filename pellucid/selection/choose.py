@@ -74,11 +74,13 @@ def decide(slot: Slot, bucket: int, candidates: Sequence[Candidate], evidence: E
     results = tuple(Measured.of(name, measured[name]) for name in fitting if name in measured)
     if taken is None:
         nearest = min(candidates, key=lambda c: c.nearness, default=None)
+        wrong = next((f"{name} {m.detail}" for name, m in measured.items() if not m.right), "")
         verdict = "this version has nothing for it"
-        if nearest is not None:
-            verdict = (
-                f"nothing in this version runs it; nearest is {nearest.name}: {'; '.join(map(str, nearest.misfits))}"
-            )
+        if fitting:
+            verdict = f"whatever fits failed the numeric gate here: {wrong}"
+        elif nearest is not None:
+            misfits = "; ".join(map(str, nearest.misfits))
+            verdict = f"nothing in this version runs it; nearest is {nearest.name}: {misfits}"
         rejected = tuple(Rejection(c.name, c.misfits, c.notes) for c in candidates)
         return Decision(slot.name, bucket, None, "forced by traits", (slot.traits, verdict), rejected, results)
     how, verdict = _verdict(slot, taken, fitting, measured)

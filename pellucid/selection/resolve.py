@@ -152,8 +152,10 @@ def _unserved(storage: Storage, kernels: Sequence[Decision]) -> tuple[Misfit, ..
             nearest = min(storage.candidates[slot.name], key=lambda c: c.nearness, default=None)
             # A candidate without misfits is not taken only where it was measured and gave wrong numbers.
             kind: MisfitKind = "not_built" if nearest is None else "numerics"
-            remedy = ""
-            if nearest is not None and nearest.misfits:
+            remedy = "--measure full looks again, --measure off takes the default unseen"
+            if nearest is None:
+                remedy = ""
+            elif nearest.misfits:
                 kind, remedy = nearest.misfits[0].kind, nearest.misfits[0].remedy
             found.append(Misfit(f"{slot.name} ({slot.traits}): {decision.because[1]}", remedy, kind))
     return tuple(found)

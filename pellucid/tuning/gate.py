@@ -152,8 +152,9 @@ class Probe:
 
     def kill(self) -> None:
         """From another thread: whoever waits for an answer hears that the child crashed."""
-        if self._process is not None:
-            self._process.kill()
+        process = self._process
+        if process is not None:
+            process.kill()
 
     def check(self, question: Question, candidate: str) -> str:
         first = bool(question.order) and candidate == question.order[0]

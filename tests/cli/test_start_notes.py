@@ -6,14 +6,17 @@ import json
 import logging
 from dataclasses import replace
 
+import pytest
 from click.testing import CliRunner
 
 from pellucid.cli.main import cli
+from pellucid.core import PlanError
 from pellucid.engine import startup
 from pellucid.engine.startup import make_plan, open_model
 from pellucid.selection.args import EngineArgs
 from pellucid.server.args import ServeArgs
 from pellucid.server.launch import _startup_lines, prepare
+from pellucid.traits.misfit import Misfit
 from pellucid.tuning import start
 from pellucid.tuning.session import Tuned
 
@@ -54,3 +57,14 @@ def test_the_log_of_a_start_has_one_line_an_op_that_names_each_run_of_buckets():
     assert [line for line in told if "attention.decode" in line] == [f"kernels: attention.decode={runs}"]
     ops = {d.op for d in plan.decisions if d.op.partition(".")[0] in ("attention", "moe", "linear")}
     assert {line.partition("=")[0] for line in told if line.startswith("kernels: ")} == {f"kernels: {op}" for op in ops}
+
+
+def test_a_start_of_which_everything_is_known_to_be_wrong_is_refused_before_weights_are_read(monkeypatch):
+    wrong = Misfit("moe: whatever fits failed the numeric gate here", "--measure full looks again", "numerics")
+
+    def tuned(_args, _traits, _machine, resolve, *_, **__) -> Tuned:
+        return Tuned(replace(resolve({}), blockers=(wrong,)), {}, ())
+
+    monkeypatch.setattr(startup, "tune_plan", tuned)
+    with pytest.raises(PlanError, match="failed the numeric gate here"):
+        make_plan(ARGS, open_model(ARGS.model))

@@ -3,93 +3,41 @@
 from __future__ import annotations
 
 import json
-import socket
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 
-from pellucid.cli.main import cli, main
-from pellucid.cli.serve import PACKAGES
-from pellucid.doctor import diagnose as diagnosing
+from pellucid.cli.main import cli
 from pellucid.doctor import kernels as module
-from pellucid.doctor.devices import DriverFacts
-from pellucid.doctor.diagnose import Case, diagnose
-from pellucid.doctor.kernels import every_question, run_kernels
-from pellucid.doctor.report import Report, render_report
+from pellucid.doctor.kernels import every_question
+from pellucid.doctor.report import render_report
 from pellucid.engine.startup import make_plan, open_model
-from pellucid.hardware import load_hardware
 from pellucid.selection.args import EngineArgs
 from pellucid.selection.registry import discover
 from pellucid.selection.resolve import resolve
-from pellucid.server.args import ServeArgs
-from pellucid.tuning import store
 from pellucid.tuning.gate import Probe
-from pellucid.tuning.measure import CannotMeasureError
 from pellucid.tuning.pool import ProbePool
 from pellucid.tuning.session import undecided
 from pellucid.tuning.start import tune_plan
-from tests import checkpoints
 from tests.doctor.acting import Acting
-from tests.headers import CONFIGS
+from tests.doctor.simulated import (
+    MINE,
+    MOE,
+    OTHER,
+    OTHER_MOE,
+    TINY,
+    TINY_FLAGS,
+    bench_of,
+    figures_of,
+    kept,
+    lines,
+    run,
+)
 from tests.selection.models import INT4, V2_LITE
-from tests.tuning.simulated import TWO_BUILT, DoesNotStart, SimulatedBench, gpu_machine, resolver
-
-MINE, OTHER = "triton_mla", "flashinfer_mla"
-MOE, OTHER_MOE = "triton_fused", "flashinfer_cutlass"
-
-ANY_PORT = ServeArgs(port=0)
-
-SLOW = {MINE: 100.0, OTHER: 150.0, MOE: 100.0, OTHER_MOE: 150.0, "reference": 900.0}
-"""The defaults are fastest."""
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    # Not through the environment: kernels that are built already stay where they are.
-    monkeypatch.setattr(store, "cache_dir", tmp_path.joinpath)
-    return tmp_path / "evidence"
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return checkpoints.write("v2lite", tmp_path_factory.mktemp("tiny"))
-
-
-TINY = ("--device", "cpu", "--threads", "1", "--max-num-seqs", "2", "--max-num-batched-tokens", "4", "--port", "0",
-        "--num-kv-pages", "16")  # fmt: skip
-
-
-def bench_of(times=None, wrong=None, **settings) -> SimulatedBench:
-    return SimulatedBench({**SLOW, **(times or {})}, wrong or {}, **settings)
-
-
-def run(bench, make=None, traits=V2_LITE, **flags) -> Report:
-    """On a card with two candidates of attention and of experts, beside the reference."""
-    args = EngineArgs("model", **flags)
-    clock = getattr(bench, "clock", None)
-    resolved = make or resolver(**{k: v for k, v in flags.items() if k.endswith("backend")})
-    figures, checks = run_kernels(
-        args, traits, gpu_machine(), resolved, None, bench, **({"clock": clock} if clock else {})
-    )
-    return Report("simulated", tuple(checks), figures)
-
-
-def lines(report: Report, status: str) -> dict[str, str]:
-    return {check.name: check.found for check in report.checks if check.status == status}
-
-
-def kept(cache: Path) -> list[dict]:
-    return [json.loads(line) for path in cache.glob("*.jsonl") for line in path.read_text().splitlines()]
-
-
-def figures_of(report: Report, op: str, bucket: int) -> dict:
-    (found,) = [one.to_json() for one in report.kernels if (one.decision.op, one.decision.bucket) == (op, bucket)]
-    return found
-
+from tests.tuning.simulated import TWO_BUILT, SimulatedBench, gpu_machine, resolver
 
 # --- what is run --------------------------------------------------------------------------------
 
@@ -234,43 +182,6 @@ def test_a_candidate_that_fails_while_it_is_timed_is_wrong_too():
     assert report.starts and "signal SIGSEGV" in lines(report, "warn")["attention.decode@1,8"]
 
 
-# --- what could not be run ----------------------------------------------------------------------
-
-
-def test_a_child_that_does_not_start_is_a_warning_and_says_how_to_see_why():
-    with Probe(DoesNotStart()) as probe:
-        report = run(probe)
-    (check,) = report.checks
-    assert check.status == "warn" and "did not start" in check.found and "import torch" in check.remedy
-    assert report.kernels == ()
-
-
-def test_when_time_is_up_the_verdicts_stand_and_a_start_still_asks_what_was_not_timed(cache):
-    report = run(bench_of(wrong={OTHER: "row 2 differs"}), measure_seconds=1)
-    warned = [check for check in report.checks if "the seconds to measure were spent" in check.found]
-    assert warned and all("--measure-seconds above 1" in check.remedy for check in warned)
-    assert report.starts and any("not timed" in check.found for check in warned)
-    late = figures_of(report, "moe", 64)
-    assert late["why_not_run"] and {c["seconds"] for c in late["candidates"]} == {None}
-    assert not any(line["skipped"] for line in kept(cache))
-
-
-def test_want_of_memory_is_a_warning_and_nothing_is_said_of_the_candidates(cache):
-    bench = bench_of()
-    check = bench.check
-
-    def crowded(question, candidate):
-        if question.op == "moe":
-            raise CannotMeasureError("there was not enough free memory")
-        return check(question, candidate)
-
-    bench.check = crowded
-    report = run(bench)
-    assert report.starts and "not enough free memory" in lines(report, "warn")["moe@1,8,64"]
-    assert {c["right"] for c in figures_of(report, "moe", 8)["candidates"]} == {None}
-    assert not any(line["op"] == "moe" for line in kept(cache))
-
-
 # --- what is kept -------------------------------------------------------------------------------
 
 
@@ -319,87 +230,29 @@ def test_the_kernels_of_a_cpu_are_gated_and_timed_in_a_child_and_starts_know_it(
         assert [c["name"] for c in one["candidates"]] == ["cpu_native", "reference"]
         assert all(c["right"] and c["seconds"] > 0 and c["error"] >= 0 for c in one["candidates"])
         assert [c["name"] for c in one["candidates"] if c["chosen"]] == [one["chosen"]]
-    flags = {"device": "cpu", "threads": 1, "max_num_seqs": 2, "max_num_batched_tokens": 4, "num_kv_pages": 16}
-    plan = make_plan(EngineArgs(str(tiny), **flags), open_model(str(tiny)))
+    plan = make_plan(EngineArgs(str(tiny), **TINY_FLAGS), open_model(str(tiny)))
     assert plan.decision("attention.decode", 1).measured
     shown = CliRunner().invoke(cli, ["doctor", str(tiny), "--kernels", "--measure", "cached", *TINY])
     assert shown.exit_code == 0 and "us *" in shown.stdout and "± half of the 95 % interval" in shown.stdout
 
 
-def test_where_nothing_right_is_left_the_command_ends_with_one(tiny, monkeypatch):
-    wrong = {"cpu_native": "row 2 differs", "reference": "row 3 differs"}
+def test_where_nothing_right_is_left_the_command_ends_with_one_until_it_is_run_on_mended_kernels(tiny, monkeypatch):
+    def doctor(wrong):
+        monkeypatch.setattr(module, "Probe", contextmanager(lambda _bench: iter([SimulatedBench({}, wrong)])))
+        return CliRunner().invoke(cli, ["doctor", str(tiny), "--kernels", *TINY])
+
+    broken = doctor({"cpu_native": "row 2 differs", "reference": "row 3 differs"})
+    assert broken.exit_code == 1
+    assert "cpu_native fails the numeric gate: row 2 differs" in broken.output
+    assert broken.output.splitlines()[-1].startswith("would not start: ")
+    # What is kept of them blocks the plan, and not the command that finds out anew.
+    assert CliRunner().invoke(cli, ["doctor", str(tiny), *TINY]).exit_code == 1
+    assert doctor({}).exit_code == 0
+
+
+def test_the_plan_above_the_figures_is_the_one_that_a_start_makes_of_them(tiny, monkeypatch):
+    wrong = {"cpu_native": "row 2 differs"}
     monkeypatch.setattr(module, "Probe", contextmanager(lambda _bench: iter([SimulatedBench({}, wrong)])))
-    result = CliRunner().invoke(cli, ["doctor", str(tiny), "--kernels", *TINY])
-    assert result.exit_code == 1
-    assert "cpu_native fails the numeric gate: row 2 differs" in result.output
-    assert result.output.splitlines()[-1].startswith("would not start: ")
-
-
-@pytest.mark.parametrize(
-    ("words", "code", "reason"),
-    [
-        ([str(CONFIGS / "DeepSeek-V2-Lite.json"), "--hardware", "h200"], 0, "this is another machine"),
-        (["demo-mla", "--max-model-len", "1000000"], 1, "there is no plan"),
-    ],
-)
-def test_where_kernels_can_not_run_the_report_says_why_and_the_exit_code_is_that_of_the_rest(words, code, reason):
-    result = CliRunner().invoke(cli, ["doctor", *words, "--kernels", "--port", "0"])
-    assert result.exit_code == code
-    assert f"not checked: numeric gate, speed ({reason}" in result.output
-
-
-def diagnosed(monkeypatch, hardware, serve_args=ANY_PORT, **flags) -> tuple[Report, list]:
-    """The report on a config alone, on a machine that is said to be this one, and the traits at each run of kernels."""
-    ran = []
-    monkeypatch.setattr(module, "run_kernels", lambda *given: (ran.append(given[1]) or (), []))
-    args = EngineArgs(str(CONFIGS / "Moonlight-16B-A3B.json"), load_format="synthetic", **flags)
-    return diagnose(Case(args, serve_args, hardware, True, PACKAGES, kernels=True)), ran
-
-
-def on_a_whole_host(monkeypatch, free_share: float) -> None:
-    """A host that lacks nothing, whose GPUs have that share of their memory free."""
-    facts = DriverFacts(tuple(int(gpu.memory_bytes * free_share) for gpu in gpu_machine().gpus))
-    monkeypatch.setattr(diagnosing, "read_driver_facts", lambda: facts)
-    monkeypatch.setattr(diagnosing, "_host", lambda *_: [])
-
-
-@pytest.mark.parametrize(
-    ("free_share", "flags", "reason"),
-    [
-        (1.0, {}, ""),
-        (0.5, {}, "not before free now above is mended"),
-        (1.0, {"tensor_parallel_size": 2}, "2 ranks: this version measures the kernels of one alone"),
-    ],
-)
-def test_kernels_are_run_on_one_rank_of_a_device_that_nobody_else_holds(free_share, flags, reason, monkeypatch):
-    on_a_whole_host(monkeypatch, free_share)
-    machine = gpu_machine()
-    machine = replace(machine, gpus=machine.gpus * flags.get("tensor_parallel_size", 1))
-    report, ran = diagnosed(monkeypatch, machine, **flags)
-    # Those of a start, or it would not know its figures again.
-    assert ran == ([] if reason else [open_model(str(CONFIGS / "Moonlight-16B-A3B.json"), "synthetic").traits])
-    assert lines(report, "not checked").get("numeric gate, speed", "") == reason
-
-
-def test_a_port_in_use_keeps_no_kernel_from_being_run(tiny, monkeypatch):
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = ServeArgs(port=taken.getsockname()[1])
-        report, ran = diagnosed(monkeypatch, load_hardware("this"), port, device="cpu")
-    assert "port" in lines(report, "fail") and len(ran) == 1
-
-
-def test_a_device_that_is_not_there_is_named_before_its_kernels_are_asked_for():
-    if load_hardware("this").gpus:
-        pytest.skip("there is one")
-    result = CliRunner().invoke(cli, ["doctor", "demo-mla", "--kernels", "--device", "cuda", "--port", "0"])
-    assert result.exit_code == 1
-    assert "not checked: numeric gate, speed (not before GPU above is mended)" in result.output
-
-
-def test_kernels_without_a_model_have_no_shapes(capsys):
-    with pytest.raises(SystemExit) as ended:
-        main(["doctor", "--kernels"])
-    assert ended.value.code == 2
-    assert "name MODEL too" in capsys.readouterr().err
+    result = CliRunner().invoke(cli, ["doctor", str(tiny), "--kernels", "--json", *TINY])
+    moe = [check for check in json.loads(result.stdout)["checks"] if check["name"].startswith("moe@1..")]
+    assert [check["found"] for check in moe if check["group"] == "plan"] == ["reference  (measured)"]

@@ -91,6 +91,15 @@ def test_a_default_that_is_wrong_gives_way():
     assert any("numeric gate" in line for line in decision.because)
 
 
+def test_where_all_that_fit_are_wrong_nothing_runs_and_the_start_says_what_to_do():
+    wrong = {("moe", 1, name): Measurement(1e-6, 0.0, False, "gives NaN") for name in ("cpu_native", "reference")}
+    plan = resolve(EngineArgs("model"), V2_LITE, machine("cpu"), wrong)
+    assert plan.decision("moe", 1).value is None
+    blocker = next(b for b in plan.blockers if b.kind == "numerics")
+    assert "failed the numeric gate here: cpu_native gives NaN" in blocker.reason
+    assert "--measure off" in blocker.remedy
+
+
 def test_evidence_without_the_default_changes_nothing_and_says_why():
     decision = chosen(1, reference=Measurement(1e-6, 0.0))
     assert (decision.value, decision.how) == ("cpu_native", "default")
