@@ -18,6 +18,7 @@ from typing import Any
 
 import click
 
+from pellucid.bench.outputs import writable
 from pellucid.bench.provenance import provenance, save, spread
 from pellucid.models.hub import DEFAULT_MODEL, resolve_model
 
@@ -124,7 +125,7 @@ def first_token_seconds(model: str, threads: int) -> float:
 @click.option("--threads", default=os.cpu_count() or 1)
 @click.option("--rounds", default=7, help="Measurements of each kind; medians are shown.")
 @click.option("--tokens", default=128, help="Decoded per sequence.")
-@click.option("--out", type=click.Path(path_type=Path), help="Append the JSON line to this file.")
+@click.option("--out", type=click.Path(path_type=Path), callback=writable, help="Append the JSON line to this file.")
 def main(model: str, llama_python: str | None, threads: int, rounds: int, tokens: int, out: Path | None) -> None:
     """Measure decode at batch 1 and 8, prefill of 512 tokens, and the time from start to first token."""
     path = str(resolve_model(model))

@@ -136,9 +136,10 @@ function measuredTable(run) {
   return element("div", { class: "scroll", tabindex: "0" }, made);
 }
 
-function measuredText({ seconds, error, right, detail }) {
+function measuredText({ seconds, error, right, detail, taken_back: takenBack }) {
   if (!right) return detail ? `wrong: ${detail}` : "wrong";
-  return `${(seconds * 1e6).toFixed(1)} ± ${(error * 1e6).toFixed(1)} µs`;
+  const time = `${(seconds * 1e6).toFixed(1)} ± ${(error * 1e6).toFixed(1)} µs`;
+  return takenBack ? element("span", { title: takenBack }, `${time}, taken back`) : time;
 }
 
 function rejectionList(rejected) {
