@@ -33,7 +33,8 @@ FEW_ROWS = 16
 """Up to here the kernels of a step are ours alone: every weight is read once, and by every row."""
 
 FUSED_NORM_ROWS = 4
-"""Up to here each program norms the rows itself; of more rows that takes longer than a launch for all."""
+"""Up to here each program norms the rows itself; of more rows that takes longer than a launch for all, unless rows are
+short (a candidate: `LinearTile.norms`)."""
 
 
 class CalledAttention:
@@ -102,7 +103,8 @@ class FusedStep:
         n, k = weight.shape
         pair = activation is not None
         tile = self.tile(Projection(n, k, pair).op, lambda: projection_tile(n, k, self.rows, pair, self.limits))
-        if norm is not None and (self.rows > FUSED_NORM_ROWS or not isinstance(tile, LinearTile)):
+        inside = isinstance(tile, LinearTile) and (tile.norms or self.rows <= FUSED_NORM_ROWS)
+        if norm is not None and not inside:
             normed = self.scratch("normed", self.rows, k)
             rms_norm(x, norm, eps, normed, pdl=self.pdl)
             x, norm = normed, None

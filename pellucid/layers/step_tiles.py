@@ -44,7 +44,9 @@ MLA_DECODE, GQA_DECODE = "mla.decode", "gqa.decode"
 LIBRARY = "library"
 
 _OP = re.compile(r"projection\.(\d+)x(\d+)(\.swiglu)?")
-_LINEAR = re.compile(r"(gemv|dot|rows)-(\d+)x(\d+)-w(\d+)(?:-p(\d+))?(?:-s(\d+))?(?:-a(\d+))?(-tma)?(-together)?")
+_LINEAR = re.compile(
+    r"(gemv|dot|rows)-(\d+)x(\d+)-w(\d+)(?:-p(\d+))?(?:-s(\d+))?(?:-a(\d+))?(-tma)?(-together)?(-norm)?"
+)
 _SMALL = re.compile(r"experts-(\d+)x(\d+)-w(\d+)-s(\d+)")
 _MLA = re.compile(r"mla-(\d+)x(\d+)-k(\d+)-w(\d+)-s(\d+)")
 _GQA = re.compile(r"gqa-(\d+)-w(\d+)-s(\d+)")
@@ -94,7 +96,8 @@ def tile_name(tile: Tile) -> str:
     if isinstance(tile, LinearTile):
         kind = "dot" if tile.dot else "gemv"
         parts = (f"-p{tile.split}" if tile.split > 1 else "") + (f"-s{tile.stages}" if tile.stages > 1 else "")
-        return f"{kind}-{tile.block_n}x{tile.block_k}-w{tile.warps}{parts}{fetched}"
+        normed = "-norm" if tile.norms else ""
+        return f"{kind}-{tile.block_n}x{tile.block_k}-w{tile.warps}{parts}{fetched}{normed}"
     split = f"-p{tile.split}" if tile.split > 1 else ""
     flags = ("-tma" if tile.tma else "") + ("-together" if tile.together else "")
     return f"rows-{tile.block_n}x{tile.block_k}-w{tile.warps}{split}-s{tile.stages}{fetched}{flags}"
@@ -108,8 +111,9 @@ def parse_tile(name: str) -> Tile:
 
     if name == LIBRARY:
         return None
-    if found := _LINEAR.fullmatch(name):
-        return _linear(found)
+    # What one kind has, the other may not: its name would say so.
+    if (found := _LINEAR.fullmatch(name)) and tile_name(linear := _linear(found)) == name:
+        return linear
     if found := _SMALL.fullmatch(name):
         return SmallTile(*map(int, found.groups()))
     if found := _MLA.fullmatch(name):
@@ -139,7 +143,7 @@ def _linear(found: re.Match[str]) -> LinearTile | RowsTile:
     split, stages, ahead = int(found[5] or 1), int(found[6] or 1), int(found[7] or 0)
     if found[1] == "rows":
         return RowsTile(block_n, block_k, split, warps, stages, ahead, bool(found[8]), bool(found[9]))
-    return LinearTile(block_n, block_k, warps, found[1] == "dot", split, stages, ahead)
+    return LinearTile(block_n, block_k, warps, found[1] == "dot", split, stages, ahead, bool(found[10]))
 
 
 def _product_name(tile: GroupedTile) -> str:

@@ -90,6 +90,9 @@ def tile_candidates(projection: Projection, rows: int, limits: DeviceLimits) -> 
         if 1 < rows <= BOTH_WAYS_ROWS:
             # The default of the other way to multiply: which is faster is near a tie here.
             near.append(linear.linear_tile(n, k, 1 if base.dot else linear.MAX_ROWS))
+        if rows > FUSED_NORM_ROWS and (pair or n > k):
+            # Those behind a norm.
+            near.append(base._replace(norms=True))
         found += [one for one in near if pipeline_bytes(one, rows) <= limits.shared_memory]
     # Copies by descriptors want rows of whole 16 bytes.
     if FUSED_NORM_ROWS < rows <= rows_linear.MAX_ROWS and k % 8 == 0:

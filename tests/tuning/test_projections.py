@@ -40,7 +40,7 @@ def test_a_tiles_name_gives_back_the_tile(data):
     tile = data.draw(
         st.one_of(
             st.none(),
-            st.builds(LinearTile, size, size, small, st.booleans(), small, small, ahead),
+            st.builds(LinearTile, size, size, small, st.booleans(), small, small, ahead, st.booleans()),
             st.builds(RowsTile, size, size, small, small, small, ahead, st.booleans(), st.booleans()),
         )
     )
@@ -50,7 +50,19 @@ def test_a_tiles_name_gives_back_the_tile(data):
     assert " " not in name
 
 
-@pytest.mark.parametrize("name", ["", "gemv", "gemv-8x2048", "libraries", "rows-64x128-w4-s8-more", "dot--8x4-w1"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "",
+        "gemv",
+        "gemv-8x2048",
+        "libraries",
+        "rows-64x128-w4-s8-more",
+        "dot--8x4-w1",
+        "rows-64x128-w4-s8-norm",
+        "gemv-8x2048-w8-tma",
+    ],
+)
 def test_what_is_no_tile_is_refused_by_its_name(name):
     with pytest.raises(PlanError, match="tile of a step"):
         parse_tile(name)

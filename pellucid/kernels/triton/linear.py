@@ -30,7 +30,8 @@ class LinearTile(NamedTuple):
 
     `split` and `stages` are for the tensor cores alone: `block_k` falls into `split` parts that warps sum on their own,
     and `stages` is the depth of the pipeline behind the first tile. fp32 lanes have two tiles in flight. `ahead`
-    columns behind the first tile are fetched to the L2 while the input is not there.
+    columns behind the first tile are fetched to the L2 while the input is not there. `norms`: each program norms its
+    input itself, where a step has a launch of its own for that otherwise (`layers.fused_step`).
     """
 
     block_n: int
@@ -40,6 +41,7 @@ class LinearTile(NamedTuple):
     split: int = 1
     stages: int = 1
     ahead: int = 0
+    norms: bool = False
 
 
 def linear_tile(weight_rows: int, k: int, rows: int) -> LinearTile:
