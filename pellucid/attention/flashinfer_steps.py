@@ -11,6 +11,7 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from pellucid.attention.base import Span
+from pellucid.kernels.device import to_device
 
 if TYPE_CHECKING:
     import torch
@@ -90,7 +91,7 @@ def paged_rows(metadata: AttentionMetadata, page: int, *, each_row: bool = False
     kept = None
     if sum(query_counts) < sum(span.stop - span.start for span in metadata.spans):
         rows = [row for _, span in spans for row in range(span.start, span.stop)]
-        kept = torch.tensor(rows, dtype=torch.int64).to(table.device, non_blocking=True)
+        kept = to_device(rows, torch.int64, table.device)
     lengths = torch.tensor([span.context for _, span in spans], dtype=torch.int32)
     pages = table.flatten()[places.to(table.device, non_blocking=True)]
     return PagedRows(query_starts, page_starts, lengths, pages, kept)

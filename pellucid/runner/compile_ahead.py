@@ -13,8 +13,10 @@ import hashlib
 import logging
 import os
 import pickle
+import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
@@ -83,10 +85,18 @@ class CompileJob:
 
 
 class Compilers:
-    """Children at work, until the context is left."""
+    """Children at work, until they are ended or the context is left."""
 
     def __init__(self, jobs: Iterable[CompileJob]) -> None:
-        self._children = [_start(job) for job in jobs]
+        self._children: list[subprocess.Popen[bytes]] = []
+        # What a compiler that is killed leaves behind goes with it.
+        self._leavings = tempfile.TemporaryDirectory(prefix="pellucid-compile-", ignore_cleanup_errors=True)
+        try:
+            for job in jobs:
+                self._children.append(_start(job, self._leavings.name))
+        except BaseException:
+            self.end()
+            raise
 
     def __enter__(self) -> Self:
         return self
@@ -94,9 +104,16 @@ class Compilers:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self.end()
+
+    def end(self) -> None:
+        """Kill those that are left, with the compilers that they have started."""
         for child in self._children:
-            child.kill()
+            if child.poll() is None:
+                with suppress(ProcessLookupError):
+                    os.killpg(child.pid, signal.SIGKILL)
             child.wait()
+        self._leavings.cleanup()
 
 
 def compile_candidates(
@@ -157,13 +174,15 @@ def _shares(
     ]
 
 
-def _start(job: CompileJob) -> subprocess.Popen[bytes]:
+def _start(job: CompileJob, folder: str) -> subprocess.Popen[bytes]:
+    """In a process group of its own, with `folder` for what is temporary."""
     child = subprocess.Popen(
         [sys.executable, "-m", "pellucid.runner.compile_child"],
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
-        env=child_environment(OMP_NUM_THREADS="1"),
+        env=child_environment(OMP_NUM_THREADS="1", TMPDIR=folder),
+        start_new_session=True,
     )
     assert child.stdin is not None
     with suppress(BrokenPipeError), child.stdin:

@@ -6,6 +6,7 @@ Needs no GPU. Started by `runner.compile_ahead`.
 
 from __future__ import annotations
 
+import os
 import pickle
 import sys
 from contextlib import suppress
@@ -30,6 +31,9 @@ if TYPE_CHECKING:
 def main() -> None:
     end_with_parent()
     job: CompileJob = pickle.load(sys.stdin.buffer)
+    if job.candidates:
+        # Beside a process that times others.
+        os.nice(10)
     compile_steps(job)
 
 

@@ -19,6 +19,7 @@ from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from pellucid.core import SamplingParams
+from pellucid.kernels.device import to_device
 from pellucid.step_plan import UNKNOWN_TOKEN, ScheduledSequence
 
 if TYPE_CHECKING:
@@ -128,7 +129,7 @@ class DeviceState:
             self._pages(mirror, row.pages, delta)
             slots.append(mirror.slot)
         self._send(delta)
-        return torch.tensor(slots, dtype=torch.int32).to(self._device, non_blocking=True)
+        return to_device(slots, torch.int32, self._device)
 
     def forget_token(self, request_id: str) -> None:
         """The token that the host has sampled is not on the device: it is sent with the next step."""

@@ -30,7 +30,9 @@ from pellucid.runner.model_runner import ComputedStep, ModelRunner, keep
 from pellucid.runner.prompt_graphs import PromptGraphs, PromptShape, PromptStep, prompt_shapes
 from pellucid.runner.sampler import Constraint, SampledToken, SamplingState, not_finite, sample
 from pellucid.selection.bucket import bucket, buckets_up_to
+from pellucid.selection.decode_path import captured_prompts
 from pellucid.selection.plan import ExecutionPlan
+from pellucid.selection.registry import discover
 from pellucid.step_plan import ScheduledSequence, StepPlan
 from pellucid.traits.model import ModelTraits
 from pellucid.traits.tensors import TensorIndex
@@ -110,7 +112,7 @@ class GPURunner:
                 self.fused.sample(logits, torch.full_like(logits[:, 0], self._state.scratch_slot, dtype=torch.int32))
             torch.cuda.synchronize(self.device)
             self._graphs = CudaGraphs(self.fused.step, buckets) if plan.cuda_graphs else None
-            self._prompts = PromptGraphs(shapes, self._prompt_step)
+            self._prompts = PromptGraphs(shapes, captured_prompts(plan, discover()), self._prompt_step)
             ring.step.zero_()
 
     @property

@@ -11,8 +11,9 @@ Made by `runner.gpu_runner` where the plan has prompt graphs; all others go thro
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from pellucid.attention.base import AttentionBackend, AttentionMetadata, PromptTables, Span
 from pellucid.attention.gathered_keys import key_starts
@@ -22,7 +23,10 @@ from pellucid.layers.batch import AttentionSegment, ForwardBatch
 from pellucid.models.decoder import Decoder
 from pellucid.runner.cuda_graphs import capture_graph
 from pellucid.runner.forward_batch import place_tokens
+from pellucid.selection.bucket import bucket
+from pellucid.selection.decode_path import PROMPT_TOKENS, captured_prompts
 from pellucid.selection.plan import ExecutionPlan
+from pellucid.selection.registry import discover
 from pellucid.step_plan import ScheduledSequence
 from pellucid.traits.model import MLATraits, ModelTraits
 
@@ -32,8 +36,8 @@ if TYPE_CHECKING:
     import torch
 
 STEP_ROWS = 128
-ROWS = (16, 32, 64, *range(STEP_ROWS, 1024 + 1, STEP_ROWS))
-"""Of the graphs: padding costs what the rows do, so that they are not doubled where a row costs most."""
+ROWS = (16, 32, 64, *range(STEP_ROWS, PROMPT_TOKENS + 1, STEP_ROWS))
+"""Of the graphs. Padding costs what rows do: beyond `STEP_ROWS` they are never more than doubled."""
 
 MOST_SEQUENCES = 16
 """Whose prompts are computed together."""
@@ -41,7 +45,7 @@ MOST_SEQUENCES = 16
 MOST_CONTEXT = 8192
 """Tokens of a sequence, those of its cached prefix included."""
 
-PREFIX_ROWS, PREFIX_KEYS = 256, 4096
+PREFIX_ROWS, PREFIX_KEYS = 512, 4096
 """MLA rebuilds as many keys as a graph has, whether they are needed or not: so many, for chunks of up to so many rows
 behind a cached prefix, and otherwise no more keys than rows."""
 
@@ -57,9 +61,9 @@ class PromptShape(NamedTuple):
 
 
 def prompt_shapes(traits: ModelTraits, plan: ExecutionPlan) -> tuple[PromptShape, ...]:
-    """Of the plan's prompt graphs, smallest first."""
-    # None that is a whole size more than a step computes.
-    rows = [n for n in ROWS if n <= plan.prompt_graphs and n < plan.max_num_batched_tokens + STEP_ROWS]
+    """Of the plan's prompt graphs, smallest first: of buckets that are captured, up to what a step computes."""
+    captured, most = captured_prompts(plan, discover()), plan.max_num_batched_tokens
+    rows = [n for below, n in zip((0, *ROWS), ROWS, strict=False) if bucket(n) in captured and below < most]
     if traits.attention.kind != "mla":
         return tuple(PromptShape(n, 0) for n in rows)
     keys = min(PREFIX_KEYS, -(-plan.max_model_len // ROWS[0]) * ROWS[0])
@@ -68,12 +72,14 @@ def prompt_shapes(traits: ModelTraits, plan: ExecutionPlan) -> tuple[PromptShape
 
 
 def fitting(shapes: Iterable[PromptShape], rows: Sequence[ScheduledSequence]) -> PromptShape | None:
-    """The smallest shape that holds these chunks."""
+    """The smallest shape that holds these chunks, without doubling them where there are many."""
     contexts = [row.start + len(row.token_ids) for row in rows]
     if len(rows) > MOST_SEQUENCES or max(contexts) > MOST_CONTEXT:
         return None
     tokens = sum(len(row.token_ids) for row in rows)
-    return min((s for s in shapes if tokens <= s.rows and (not s.keys or sum(contexts) <= s.keys)), default=None)
+    most = max(STEP_ROWS, 2 * tokens)
+    holding = (s for s in shapes if tokens <= s.rows <= most and (not s.keys or sum(contexts) <= s.keys))
+    return min(holding, default=None)
 
 
 class PromptStep:
@@ -148,11 +154,13 @@ class PromptStep:
 
     def forward(self) -> torch.Tensor:
         """Logits fp32 [MOST_SEQUENCES, vocab]: of the chunks that are sampled, in their order, then of whatever."""
+        from pellucid.kernels.triton.prefill_tiles import TILE_FIELDS
+
         wide = self._inputs[: self._places["page_table"].start].long()
         part, rows = self._places, self._shape.rows
         narrow = {name: self._inputs[part[name]] for name in ("page_table", "tiles")}
         table = narrow["page_table"].view(MOST_SEQUENCES, self._pages)
-        tables = PromptTables(narrow["tiles"].view(-1, 5), wide[part["key_slots"]])
+        tables = PromptTables(narrow["tiles"].view(-1, TILE_FIELDS), wide[part["key_slots"]])
         nothing = self._inputs[:0]
         metadata = AttentionMetadata(table, nothing, nothing, (Span(0, rows, rows),), tables)
         batch = ForwardBatch(
@@ -167,32 +175,39 @@ class PromptStep:
 
 
 class PromptGraphs:
-    """A captured `PromptStep` of every shape. `make(shape)` makes one."""
+    """A captured `PromptStep` of every shape, all with one buffer of logits. `make(shape)` makes one.
 
-    def __init__(self, shapes: Sequence[PromptShape], make: Callable[[PromptShape], PromptStep]) -> None:
-        self._captured: dict[PromptShape, tuple[PromptStep, torch.cuda.CUDAGraph, torch.Tensor]] = {}
+    `captured`: buckets of tokens whose steps these are.
+    """
+
+    def __init__(
+        self, shapes: Sequence[PromptShape], captured: Sequence[int], make: Callable[[PromptShape], PromptStep]
+    ) -> None:
+        self._buckets = frozenset(captured)
+        self._captured: dict[PromptShape, tuple[PromptStep, torch.cuda.CUDAGraph]] = {}
         pool = None
         for shape in sorted(shapes, reverse=True):
             step = make(shape)
             # Before it is captured: kernels are compiled, and libraries take what they need.
-            step.forward()
-            graph, logits = _capture(step, pool)
+            logits = step.forward()
+            if pool is None:
+                self._logits = logits
+            graph = capture_graph(partial(_forward_into, step, self._logits), pool)
             pool = pool or graph.pool()
-            self._captured[shape] = (step, graph, logits)
+            self._captured[shape] = (step, graph)
 
     def fitting(self, rows: Sequence[ScheduledSequence]) -> PromptShape | None:
-        return fitting(self._captured, rows)
+        """The smallest graph for these chunks, if steps of so many tokens have one."""
+        tokens = sum(len(row.token_ids) for row in rows)
+        return fitting(self._captured, rows) if bucket(tokens) in self._buckets else None
 
     def replay(self, shape: PromptShape, rows: Sequence[ScheduledSequence]) -> torch.Tensor:
         """Logits fp32 [sampled, vocab] of the chunks that are sampled. The next replay writes over them."""
-        step, graph, logits = self._captured[shape]
+        step, graph = self._captured[shape]
         sampled = step.fill(rows)
         graph.replay()
-        return logits[:sampled]
+        return self._logits[:sampled]
 
 
-def _capture(step: PromptStep, pool: Any) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
-    """The step's graph, and the logits that each replay writes."""
-    outputs: list[torch.Tensor] = []
-    graph = capture_graph(lambda: outputs.append(step.forward()), pool)
-    return graph, outputs[0]
+def _forward_into(step: PromptStep, logits: torch.Tensor) -> None:
+    logits.copy_(step.forward())

@@ -10,8 +10,8 @@ from pellucid.selection.plan import Decision, ExecutionPlan
 FAMILIES = ("attention", "moe", "linear")
 
 FOLLOWS: Mapping[str, tuple[str, ...]] = {
-    "max_num_seqs": ("device",),
-    "max_num_batched_tokens": ("device",),
+    "max_num_seqs": ("device", "max_num_batched_tokens"),
+    "max_num_batched_tokens": ("device", "max_num_seqs", "enable_chunked_prefill", "max_model_len"),
     "gpu_memory_utilization": ("device",),
     "kv.dtype": ("dtype",),
     "batch_invariant": FAMILIES,

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from pellucid.core import PlanError
 from pellucid.selection.args import EngineArgs
-from pellucid.selection.plan import Decision, How
+from pellucid.selection.plan import Decision, ExecutionPlan, How
 from pellucid.traits.backend import BackendTraits
 from pellucid.traits.model import ModelTraits
 
@@ -60,16 +60,30 @@ def decide_decode(
 
 
 def decide_prompts(kernels: Sequence[Decision], backends: Sequence[BackendTraits]) -> Decision:
-    """Up to the first bucket with a backend that is not ours: what others do with a prompt's lengths, a graph can't."""
-    ours = {(backend.op, backend.name) for backend in backends if backend.fused_decode == "inside"}
-    computing = [d for d in kernels if d.op in ("attention.prefill", "moe") and d.bucket is not None]
-    foreign = [d for d in computing if (d.op.partition(".")[0], str(d.value)) not in ours]
-    first = min(foreign, key=lambda d: d.bucket or 0, default=None)
-    if first is not None and first.bucket is not None and first.bucket <= PROMPT_TOKENS:
-        reason = f"{first.key} is {first.value}, whose launches depend on the lengths of each prompt"
-        return Decision("prompt_graphs", None, first.bucket // 2, "forced by traits", (reason,))
+    """`prompt_graphs`, the largest of the captured buckets, of a fused path that is captured."""
+    captured, foreign = _prompts(kernels, backends)
     reason = "chunks of up to so many tokens: longer ones take the device longer than the host launches"
-    return Decision("prompt_graphs", None, PROMPT_TOKENS, "default", (reason,))
+    if not foreign:
+        return Decision("prompt_graphs", None, PROMPT_TOKENS, "default", (reason,))
+    others = ", ".join(f"{d.key} is {d.value}" for d in foreign)
+    why = f"but for {others}, whose launches depend on the lengths of each prompt"
+    return Decision("prompt_graphs", None, max(captured, default=0), "forced by traits", (reason, why))
+
+
+def captured_prompts(plan: ExecutionPlan, backends: Sequence[BackendTraits]) -> tuple[int, ...]:
+    """Buckets of prompt tokens whose steps the plan captures, smallest first."""
+    captured, _ = _prompts(plan.decisions, backends)
+    return tuple(sorted(bucket for bucket in captured if bucket <= plan.prompt_graphs))
+
+
+def _prompts(kernels: Sequence[Decision], backends: Sequence[BackendTraits]) -> tuple[set[int], list[Decision]]:
+    """Buckets up to `PROMPT_TOKENS` that our kernels compute, and the decisions for another's: those launch by what a
+    prompt's lengths are, which a graph can't."""
+    ours = {(backend.op, backend.name) for backend in backends if backend.fused_decode == "inside"}
+    computing = [d for d in kernels if d.op in ("attention.prefill", "moe") and (d.bucket or 0) <= PROMPT_TOKENS]
+    foreign = [d for d in computing if (d.op.partition(".")[0], str(d.value)) not in ours]
+    buckets = {d.bucket for d in computing if d.op == "attention.prefill" and d.bucket is not None}
+    return buckets - {d.bucket for d in foreign if d.bucket is not None}, foreign
 
 
 def _obstacle(

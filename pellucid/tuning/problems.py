@@ -86,7 +86,7 @@ class AttentionProblem:
         self.traits, self.device, self.dtype = traits.attention, device, dtype_of(plan.dtype)
         self.kv_dtype, self.page, self.bucket = dtype_of(plan.kv_dtype), plan.page_size, question.bucket
         self.phase: Phase = "decode" if question.op.endswith("decode") else "prefill"
-        self.longest, self.name = plan.max_model_len, plan.dtype
+        self.longest, self.name, self.captured = plan.max_model_len, plan.dtype, plan.prompt_graphs
         self.context = KernelContext(device, self.dtype, plan.threads if plan.device == "cpu" else None)
         self._backends: dict[str, AttentionBackend] = {}
         self._case: tuple[tuple[torch.Tensor, torch.Tensor, _Rows], torch.Tensor] | None = None
@@ -115,8 +115,14 @@ class AttentionProblem:
         pools = [first, *(first.clone() for _ in range(copies_for(first.nbytes, self.device) - 1))]
         q = self._queries(rows.tokens)
         calls = [self._call(candidate, q, pool, rows) for pool in pools]
-        # Prompts are not captured when they are served either, nor can the reference be.
-        return Timer(calls, self.device, capture=self.phase == "decode" and candidate != REFERENCE)
+        return Timer(calls, self.device, capture=self._is_captured(candidate))
+
+    def _is_captured(self, candidate: str) -> bool:
+        """As it is served: steps of short prompts by our kernels. The reference can't be."""
+        if self.phase == "decode":
+            return candidate != REFERENCE
+        traits = importlib.import_module(f"pellucid.attention.{candidate}").TRAITS
+        return self.bucket <= self.captured and candidate != REFERENCE and traits.fused_decode == "inside"
 
     def _call(self, name: str, q: torch.Tensor, pool: torch.Tensor, rows: _Rows) -> Callable[[], torch.Tensor]:
         import torch

@@ -53,8 +53,9 @@ class Session:
 
     `cached`: what the store has is taken, stale or skipped as it may be, and only the rest is measured. `full`: all is
     measured anew. `check_all` takes many candidates through the gate at once. `before` is called once, when something
-    is to be measured; its time does not count. Without `asks_slow`, candidates that nvcc compiles on first use are left
-    out: they have no figures then, and a session that asks them asks such questions again.
+    is to be measured, and may raise CannotMeasureError; its time does not count. Without `asks_slow`, candidates that
+    nvcc compiles on first use are left out: they have no figures then, and a session that asks them asks such questions
+    again.
     """
 
     store: EvidenceStore
@@ -132,17 +133,17 @@ class Session:
             return self._keep(question, {}, {}, skipped=OUT_OF_TIME)
         if self.on_progress is not None:
             self.on_progress(f"{question.key} ({self.measured} measured, {self.budget.used:.0f} s)")
-        self._prepare()
-        budget = self.budget.part(self.share)
         failed: dict[str, Measurement] = {}
         trials = []
         try:
+            self._prepare()
             bench.start()
         except CannotMeasureError as error:
             # Not kept: the next start may fare better. This one does not try again.
             self.bench = None
             self.skipped[str(error)] += 1
             return {}
+        budget = self.budget.part(self.share)
         for name in question.order:
             if not self.asks_slow and name != question.order[0] and name in slow_to_compile():
                 continue

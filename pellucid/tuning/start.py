@@ -5,13 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 from pellucid.hardware.facts import Hardware
 from pellucid.kernels.device import DeviceLimits
 from pellucid.layers.step_tiles import GQA_DECODE, MLA_DECODE, Projection
-from pellucid.runner.compile_ahead import CompileAhead, TileCandidate, compile_candidates
+from pellucid.runner.compile_ahead import CompileAhead, Compilers, TileCandidate, compile_candidates
 from pellucid.selection.args import EngineArgs
 from pellucid.selection.decode_path import FUSED
 from pellucid.selection.plan import ExecutionPlan
@@ -20,7 +20,7 @@ from pellucid.traits.model import ModelTraits
 from pellucid.traits.tensors import TensorIndex
 from pellucid.tuning.gate import Bench, Probe
 from pellucid.tuning.kernel_tiles import TILE_OPS, other_candidates
-from pellucid.tuning.measure import Budget, Question
+from pellucid.tuning.measure import Budget, CannotMeasureError, Question
 from pellucid.tuning.problems import REFERENCE, drawable
 from pellucid.tuning.projections import decode_buckets, measure_tiles, projections_of, tile_candidates
 from pellucid.tuning.session import Mode, Resolve, Session, Tuned, tune
@@ -36,10 +36,7 @@ engine needs them too."""
 FULL_SECONDS = 600
 """Of `pellucid tune`, which nobody waits for with a server down."""
 
-OTHERS_MEASURE = (
-    "another process measures on this machine now, and two would time each other: nothing is measured; the next start "
-    "knows what it finds"
-)
+OTHERS_MEASURE = "another process measures on this machine now, and two would time each other"
 
 INVARIANCE_LOST = (
     "by default a result does not depend on what it is batched with, under the measured choices it may; "
@@ -82,24 +79,31 @@ def tune_plan(
     if not measures and store.is_empty:
         return Tuned(default, {}, ())
     seconds = args.measure_seconds or DEFAULT_SECONDS
-    compiles, notes = False, []
+    notes: list[str] = []
     with ExitStack() as stack:
-        if measures and not stack.enter_context(store.alone()):
-            measures = False
-            notes.append(OTHERS_MEASURE)
-        if measures and bench is None:
+        session = Session(store, None, Budget(seconds, clock), mode, on_progress)
+        session.asks_slow = seconds >= SECONDS_FOR_NVCC
+        beside = TileCompilers(stack)
+        if measures:
             # A candidate that hangs may take no more than this; a kernel is compiled in less.
             deadline = max(20.0, min(300.0, seconds / 4))
-            bench = stack.enter_context(Probe(Workbench(traits, default, tensors), check_deadline_s=deadline))
-            compiles = default.decode_path == FUSED
-        session = Session(store, bench if measures else None, Budget(seconds, clock), mode, on_progress)
-        session.asks_slow = seconds >= SECONDS_FOR_NVCC
-        if compiles:
-            session.before = partial(_compile_ahead, traits, default, hardware, on_progress, stack)
+            own = bench is None
+            session.bench = bench or stack.enter_context(
+                Probe(Workbench(traits, default, tensors), check_deadline_s=deadline)
+            )
+
+            def begin() -> None:
+                if not stack.enter_context(store.alone()):
+                    raise CannotMeasureError(OTHERS_MEASURE)
+                if own and default.decode_path == FUSED:
+                    _compile_default(traits, default, hardware, on_progress)
+                    beside.start(traits, default, hardware, session)
+
+            session.before = begin
         tuned = tune(
             resolve,
             session,
-            partial(_tiles, traits, hardware, session, default),
+            partial(_tiles, traits, hardware, session, default, beside),
             partial(_asks, default, traits, session),
         )
         if session.measured:
@@ -114,33 +118,57 @@ def tune_plan(
         return replace(tuned, notes=(*notes, *tuned.notes))
 
 
-def _compile_ahead(
-    traits: ModelTraits,
-    plan: ExecutionPlan,
-    hardware: Hardware,
-    on_progress: Callable[[str], None] | None,
-    stack: ExitStack,
+def _compile_default(
+    traits: ModelTraits, plan: ExecutionPlan, hardware: Hardware, on_progress: Callable[[str], None] | None
 ) -> None:
-    """The default's kernels, which the engine needs too, now; those of the tiles that will be asked, meanwhile."""
+    """The engine needs these kernels too, and several processes have them sooner than one."""
     if on_progress is not None:
         on_progress("the kernels of the default's steps are compiled")
-    limits, cores = _limits(hardware), hardware.cpu.cores
-    with CompileAhead(traits, plan, limits, cores) as ahead:
+    with CompileAhead(traits, plan, _limits(hardware), hardware.cpu.cores) as ahead:
         ahead.wait()
-    stack.enter_context(compile_candidates(traits, plan, limits, cores, [*_candidates(traits, plan, limits)]))
 
 
-def _candidates(traits: ModelTraits, plan: ExecutionPlan, limits: DeviceLimits) -> Iterator[TileCandidate]:
-    """All but the defaults, in the order in which `measure_tiles` asks them."""
-    buckets = decode_buckets(plan)
+@dataclass(slots=True)
+class TileCompilers:
+    """Processes that compile candidates for tiles beside a session, until no tile is asked any more."""
+
+    stack: ExitStack
+    over: bool = False
+    _running: Compilers | None = None
+
+    def start(self, traits: ModelTraits, plan: ExecutionPlan, hardware: Hardware, session: Session) -> None:
+        if not self.over:
+            limits = _limits(hardware)
+            candidates = [*_candidates(traits, plan, limits, session)]
+            self._running = compile_candidates(traits, plan, limits, hardware.cpu.cores, candidates)
+            self.stack.enter_context(self._running)
+
+    def end(self) -> None:
+        """What is timed from now on has the cores for itself."""
+        self.over = True
+        if self._running is not None:
+            self._running.end()
+
+
+def _candidates(
+    traits: ModelTraits, plan: ExecutionPlan, limits: DeviceLimits, session: Session
+) -> Iterator[TileCandidate]:
+    """All that will be asked but the defaults, in the order in which `measure_tiles` asks them."""
+    buckets, about = decode_buckets(plan), traits_of(plan, "step")
+
+    def is_open(op: str, rows: int) -> bool:
+        return session.mode == "full" or not session.store.known_order(op, rows, about)
+
     for rows in buckets:
         for projection in projections_of(traits, rows):
-            for name in tile_candidates(projection, rows, limits)[1:]:
-                yield TileCandidate(projection.op, rows, name)
+            if is_open(APART + projection.op, rows):
+                for name in tile_candidates(projection, rows, limits)[1:]:
+                    yield TileCandidate(projection.op, rows, name)
     for rows in buckets:
         for op, names in other_candidates(traits, rows, limits, plan.page_size, plan.max_model_len):
-            for name in names[1:]:
-                yield TileCandidate(op, rows, name)
+            if is_open(op, rows):
+                for name in names[1:]:
+                    yield TileCandidate(op, rows, name)
 
 
 def _limits(hardware: Hardware) -> DeviceLimits:
@@ -158,10 +186,16 @@ def _asks(default: ExecutionPlan, traits: ModelTraits, session: Session, questio
 
 
 def _tiles(
-    traits: ModelTraits, hardware: Hardware, session: Session, default: ExecutionPlan, plan: ExecutionPlan
+    traits: ModelTraits,
+    hardware: Hardware,
+    session: Session,
+    default: ExecutionPlan,
+    beside: TileCompilers,
+    plan: ExecutionPlan,
 ) -> Tiles:
     """Measured tiles of a plan with a fused decode path; none of another."""
     if plan.decode_path != FUSED:
+        beside.end()
         return Tiles()
     limits = _limits(hardware)
 
@@ -171,7 +205,7 @@ def _tiles(
         # Without torch and triton, which a process that measures nothing need not import.
         return session.store.known_order(APART + projection.op, rows, traits_of(plan, "step"))
 
-    def beside(rows: int) -> Given:
+    def differing(rows: int) -> Given:
         return differences(plan, default, "step.decode", rows)
 
     inside = {backend.name for backend in discover() if backend.fused_decode == "inside"}
@@ -184,4 +218,7 @@ def _tiles(
         own = plan.backend("attention.decode", rows) in inside
         yield from ((op, names) for op, names in found if own or op not in (MLA_DECODE, GQA_DECODE))
 
-    return measure_tiles(plan, traits, candidates, session.answer, others, beside)
+    try:
+        return measure_tiles(plan, traits, candidates, session.answer, others, differing)
+    finally:
+        beside.end()

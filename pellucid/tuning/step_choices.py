@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from pellucid.selection.decode_path import decide_prompts
+from pellucid.selection.decode_path import FUSED, decide_prompts
 from pellucid.selection.evidence import Measurement, is_tile_op
 from pellucid.selection.plan import Decision, ExecutionPlan
 from pellucid.selection.registry import discover
@@ -34,6 +34,7 @@ def traits_of(plan: ExecutionPlan, family: str) -> str:
     if family in ("attention", "step"):
         length = f"{plan.max_model_len} tokens at most"
         storage += [f"KV {plan.kv_dtype} {plan.kv_layout} in pages of {plan.page_size}", length]
+        storage += ["prompts captured"] if plan.prompt_graphs else []
     return " | ".join((*model, *storage))
 
 
@@ -112,11 +113,14 @@ def apply_choices(plan: ExecutionPlan, given: Given) -> ExecutionPlan:
         if is_tile_op(key.partition("@")[0]):
             op, _, bucket = key.partition("@")
             decisions.append(Decision(op, int(bucket), name, "measured", ("in force while a step is timed",)))
-    if plan.prompt_graphs:
-        # Follows from the backends, as in `resolve`.
+    made = replace(plan, decisions=tuple(decisions))
+    if not plan.prompt_graphs:
+        return made
+    # Follows from the others, as in `resolve`.
+    prompts = replace(plan.decision("prompt_graphs"), value=0)
+    if made.decode_path == FUSED and made.cuda_graphs:
         prompts = decide_prompts(decisions, discover())
-        decisions = [prompts if decision.op == prompts.op else decision for decision in decisions]
-    return replace(plan, decisions=tuple(decisions))
+    return replace(made, decisions=tuple(prompts if d.op == prompts.op else d for d in decisions))
 
 
 def _typed(text: str, decision: Decision) -> str | int | bool:

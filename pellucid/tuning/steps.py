@@ -17,10 +17,11 @@ from pellucid.models.synthetic import SyntheticTensors
 from pellucid.quantization.weight import DENSE_SCHEMES
 from pellucid.runner.gpu_runner import GPURunner
 from pellucid.runner.model_runner import ModelRunner
-from pellucid.selection.decode_path import FUSED
+from pellucid.selection.decode_path import FUSED, captured_prompts
 from pellucid.selection.evidence import is_tile_op
 from pellucid.selection.memory import weight_items
 from pellucid.selection.plan import ExecutionPlan
+from pellucid.selection.registry import discover
 from pellucid.step_plan import ScheduledSequence, StepPlan
 from pellucid.traits.model import ModelTraits
 from pellucid.traits.tensors import TensorIndex, canonical_name, layer_of
@@ -120,13 +121,14 @@ class Steps:
         runner = self._runner(plan)
         if not isinstance(runner, GPURunner) or question.op == "step.prefill":
             # As it is served: from a graph, or launched by the host.
-            captured_too = question.op == "step.prefill" and rows <= plan.prompt_graphs
+            captured_too = question.op == "step.prefill" and rows in captured_prompts(plan, discover())
             return Timer([self._layered(runner, question, captured_too)], torch.device(plan.device), captured_too)
         fused = runner.fused_under(plan)
         with torch.inference_mode():
             states = [self._kept_state(runner, rows, seed) for seed in range(STATES)]
             # Warmed up twice: kernels are compiled and buffers made in the first, and the second must find them made.
-            return Timer([partial(_step_from, state, fused, rows) for state in states], runner.device, capture=True)
+            calls = [partial(_step_from, state, fused, rows) for state in states]
+            return Timer(calls, runner.device, capture=True, required=True)
 
     def _outcome(self, question: Question, candidate: str) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Logits fp32 [rows, vocab], and the tokens that a fused step chose from them, int64 [rows]."""

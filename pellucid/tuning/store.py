@@ -29,7 +29,10 @@ VERSION = 1
 APART = "apart."
 """Prefix of the op of a projection that is timed alone."""
 
-SOURCES = ("kernels", "attention", "moe", "quantization", "layers", "models/fused_decoder.py", "tuning")
+SOURCES = (
+    *("kernels", "attention", "moe", "quantization", "layers", "models/decoder.py", "models/fused_decoder.py"),
+    *("runner/forward_batch.py", "runner/prompt_graphs.py", "tuning"),
+)
 """What can change a figure: the kernels, what calls them, and how they are timed."""
 
 
@@ -167,12 +170,15 @@ class EvidenceStore:
             yield True
             return
         with lock:
+            alone = True
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                yield False
-                return
-            yield True
+                alone = False
+            except OSError:
+                # A folder without locks: likewise.
+                pass
+            yield alone
 
     def find(self, question: Question) -> Found | None:
         """The latest figures from such a device, kernels, traits and candidates: of the same versions if there are."""

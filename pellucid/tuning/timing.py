@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from pellucid.runner.cuda_graphs import capture_graph
@@ -22,23 +21,34 @@ COLD_BYTES = 192 << 20
 
 MAX_COPIES = 32
 
+BUSY_CYCLES = 1_000_000
+"""Of the device, half a millisecond: longer than a host takes to launch a graph of four steps."""
+
 
 class Timer:
     """`sample()` gives seconds a call of all `calls` in turn. Warmed up, and captured in a graph with `capture`.
 
+    With `required`, what can't be captured raises RuntimeError, as it would when an engine starts.
+
     Calls on different copies of their operands find them in memory and not in the cache, as in a step.
     """
 
-    def __init__(self, calls: Sequence[Callable[[], Any]], device: torch.device, capture: bool) -> None:
+    def __init__(
+        self, calls: Sequence[Callable[[], Any]], device: torch.device, capture: bool, required: bool = False
+    ) -> None:
         self._calls, self._device, self._cuda = calls, device, device.type == "cuda"
         for call in calls[:2]:
             call()
         # Not a bound method: a timer that refers to itself keeps its graph until the collector comes by.
         self._run: Callable[[], None] = partial(_launch_all, calls)
         if capture and self._cuda:
-            # What can't be captured is launched from the host when it is served, too.
-            with suppress(RuntimeError):
+            try:
                 self._run = captured(self._run)
+            except RuntimeError as error:
+                # What can't be captured is launched from the host when it is served, too; but where memory is short, or
+                # a step has no other form, that is an answer.
+                if required or type(error).__name__ == "OutOfMemoryError":
+                    raise
         self._repeats = 1
         self._repeats = max(1, round(SAMPLE_S / max(self._time(), 1e-6)))
 
@@ -57,24 +67,13 @@ class Timer:
         end: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         torch.cuda.synchronize(self._device)
         # So that the first launch does not find an idle device, which would wait for the host and count it.
-        busy = _busy_bytes(self._device)
-        busy.zero_()
+        torch.cuda._sleep(BUSY_CYCLES)  # type: ignore[no-untyped-call]
         begin.record()
         for _ in range(self._repeats):
             self._run()
         end.record()
         end.synchronize()
         return float(begin.elapsed_time(end)) * 1e-3
-
-
-@cache
-def _busy_bytes(device: torch.device) -> torch.Tensor:
-    """Whose zeroing takes the device 0.1 ms or more, as long as a host takes to launch a graph."""
-    import torch
-
-    # Written in inference mode or out of it.
-    with torch.inference_mode(False):
-        return torch.empty(512 << 20, dtype=torch.uint8, device=device)
 
 
 def _launch_all(calls: Sequence[Callable[[], Any]]) -> None:

@@ -90,7 +90,7 @@ class StandInRunner(GPURunner):
         )
         ring = TokenRing(torch.zeros(RING, width, dtype=torch.int32), torch.zeros(1, dtype=torch.int64))
         self._ring, self._line, self._graphs = ring.tokens, 0, None
-        self._prompts = PromptGraphs((), self._prompt_step)
+        self._prompts = PromptGraphs((), (), self._prompt_step)
         self.fused: Any = LayeredDevice(layered, self._state, ring)
         self.ahead = 0
 

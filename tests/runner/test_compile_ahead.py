@@ -43,7 +43,7 @@ def jobs(caches: Path, monkeypatch: pytest.MonkeyPatch) -> list[CompileJob]:
     """What children would be started with; they end at once, well."""
     found: list[CompileJob] = []
 
-    def start(job: CompileJob) -> subprocess.Popen[bytes]:
+    def start(job: CompileJob, folder: str) -> subprocess.Popen[bytes]:
         found.append(job)
         return subprocess.Popen([sys.executable, "-c", ""])
 
@@ -98,7 +98,7 @@ def test_what_was_compiled_is_not_compiled_again_unless_something_changed(jobs: 
 def test_a_child_that_fails_costs_nothing_but_is_tried_again(
     jobs: list[CompileJob], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fails(job: CompileJob) -> subprocess.Popen[bytes]:
+    def fails(job: CompileJob, folder: str) -> subprocess.Popen[bytes]:
         jobs.append(job)
         return subprocess.Popen([sys.executable, "-c", "raise SystemExit(3)"])
 
@@ -111,7 +111,7 @@ def test_a_child_that_fails_costs_nothing_but_is_tried_again(
 
 def test_children_end_with_the_start_that_wanted_them(jobs: list[CompileJob], monkeypatch: pytest.MonkeyPatch) -> None:
     sleeps = [sys.executable, "-c", "import time; time.sleep(60)"]
-    monkeypatch.setattr(compile_ahead, "_start", lambda job: subprocess.Popen(sleeps))
+    monkeypatch.setattr(compile_ahead, "_start", lambda job, folder: subprocess.Popen(sleeps, start_new_session=True))
     begin = time.monotonic()
     with pytest.raises(KeyboardInterrupt), CompileAhead(V2_LITE, plan_of(), H200, cores=3) as ahead:
         children = ahead._children

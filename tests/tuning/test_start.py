@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 from dataclasses import replace
@@ -259,6 +260,15 @@ def test_a_cache_that_can_not_be_written_keeps_nobody_from_measuring(cache):
     bench = SimulatedBench({"library": 45.0})
     assert any("can't be kept" in note for note in on_a_card(bench).notes)
     assert bench.asked
+
+
+def test_a_folder_without_locks_keeps_nobody_from_measuring(cache, monkeypatch):
+    def no_locks(*_):
+        raise OSError(errno.ENOLCK, "no locks available")
+
+    monkeypatch.setattr("fcntl.flock", no_locks)
+    with store.EvidenceStore.of(gpu_machine(), "cuda").alone() as alone:
+        assert alone
 
 
 def test_figures_of_a_cpu_hold_for_a_number_of_threads(cache):

@@ -2,7 +2,8 @@
 """How a kernel of a chain of dependent launches waits, and what it does before. Called by kernels.
 
 The next kernel may start only behind the wait of this one. So when a kernel starts, all but the kernel right ahead has
-ended, and what older ones wrote can be read before the wait.
+ended, and what older ones wrote can be read before the wait. A program may end without waiting as long as one of its
+launch always waits, or the launch could end before the one ahead; and nobody ahead may still read what it writes then.
 """
 
 from __future__ import annotations

@@ -77,7 +77,8 @@ def _launch(
     rows, heads, dim = query.shape
     kv_heads = keys.shape[-1] // dim
     block_h = min(HEADS_AT_ONCE, triton.next_power_of_2(heads + 2 * kv_heads))
-    _norm_rope_write[(triton.cdiv(heads + 2 * kv_heads, block_h), rows)](
+    # Rows first: they may be more than the 65,535 that a grid has in its other dimensions.
+    _norm_rope_write[(rows, triton.cdiv(heads + 2 * kv_heads, block_h))](
         qkv, q_norm, k_norm, table, keys, values, *where[:3], query, qkv.stride(0), where[3], query.stride(0), eps,
         HEADS=heads, KV_HEADS=kv_heads, DIM=dim, BLOCK_H=block_h, BLOCK_D=max(16, triton.next_power_of_2(dim)),
         PAGE=keys.shape[1], BY_SLOT=by_slot, INTERLEAVED=interleaved, PDL=pdl, num_warps=4, launch_pdl=pdl,
@@ -91,13 +92,13 @@ def _norm_rope_write(
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
     PAGE: tl.constexpr, BY_SLOT: tl.constexpr, INTERLEAVED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program (heads, row), of the heads of q, k and v one after another.
+    """Program (row, heads), of the heads of q, k and v one after another.
 
     BY_SLOT: `table_or_slots` has each row's slot, and `context` its position.
     """
     HALF: tl.constexpr = DIM // 2
-    row = tl.program_id(1).to(tl.int64)
-    h = tl.program_id(0) * BLOCK_H + tl.arange(0, BLOCK_H)
+    row = tl.program_id(0).to(tl.int64)
+    h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     d = tl.arange(0, BLOCK_D)
     in_dim = d < DIM
     # Column d turns with its partner: (2i, 2i + 1), or (i, i + d/2).
@@ -145,6 +146,9 @@ def _norm_rope_write(
         wide = ((wide * factor).to(x.dtype).to(tl.float32) * weight).to(x.dtype).to(tl.float32)
         other = ((other * factor).to(x.dtype).to(tl.float32) * other_weight).to(x.dtype).to(tl.float32)
     rotated = (wide * cos[None, :] + other * sin[None, :]).to(x.dtype)
+    if BY_SLOT:
+        # `query` may be where x lies: all of a head is read before any of it is written.
+        tl.debug_barrier()
     tl.store(query + row * query_stride + h[:, None] * DIM + d[None, :], rotated, mask=is_q & in_dim[None, :])
     at = slot * (KV_HEADS * DIM) + d[None, :]
     tl.store(keys + at + (h - HEADS)[:, None] * DIM, rotated, mask=is_k & in_dim[None, :] & caches)

@@ -51,7 +51,7 @@ def absorb_tile(rows: int, heads: int) -> AbsorbTile:
 def decode_tile(rows: int, heads: int, page: int, width: int, limits: DeviceLimits) -> DecodeTile:
     """As many heads and keys a program as the device's shared memory holds; `width` is kv_lora_rank + rope.
 
-    Of 16 heads, two programs share a multiprocessor of 227 KB.
+    Of 16 heads, two programs share a multiprocessor of 227 KB, but for the tiles of few rows, which fill it.
     """
     split_keys = SPLIT_KEYS if rows > 1 else SPLIT_KEYS // 2
     if heads > 32 and limits.sm in WGMMA_SM:

@@ -83,73 +83,22 @@ def _launch(
     page: int,
 ) -> None:
     remaining, v_dim = q.shape[-1] - first, v.shape[-1]
+    strides = (stride for x in (q, k, rest, v, out) for stride in x.stride()[:2])
     _prefill[(q.shape[1], tiles.shape[0])](
-        q,
-        k,
-        rest,
-        v,
-        page_table,
-        tiles,
-        out,
-        q.stride(0),
-        q.stride(1),
-        k.stride(0),
-        k.stride(1),
-        rest.stride(0),
-        rest.stride(1),
-        v.stride(0),
-        v.stride(1),
-        out.stride(0),
-        out.stride(1),
-        page_table.stride(0),
-        scale,
-        GROUP=group,
-        FIRST=first,
-        REST=remaining,
-        BLOCK_FIRST=block_width(first),
-        BLOCK_REST=block_width(remaining) if remaining else 0,
-        V_DIM=v_dim,
-        BLOCK_V=block_width(v_dim),
-        PAGE=page,
-        BLOCK_M=tile.block_m,
-        BLOCK_N=tile.block_n,
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
-    )
+        q, k, rest, v, page_table, tiles, out, *strides, page_table.stride(0), scale,
+        GROUP=group, FIRST=first, REST=remaining, BLOCK_FIRST=block_width(first),
+        BLOCK_REST=block_width(remaining) if remaining else 0, V_DIM=v_dim, BLOCK_V=block_width(v_dim), PAGE=page,
+        BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, num_warps=tile.num_warps, num_stages=tile.num_stages,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["table_stride"])
 def _prefill(
-    q,
-    k,
-    k_rest,
-    v,
-    page_table,
-    tiles,
-    out,
-    q_stride,
-    q_head_stride,
-    k_stride,
-    k_head_stride,
-    rest_stride,
-    rest_head_stride,
-    v_stride,
-    v_head_stride,
-    out_stride,
-    out_head_stride,
-    table_stride,
-    scale,
-    GROUP: tl.constexpr,
-    FIRST: tl.constexpr,
-    REST: tl.constexpr,
-    BLOCK_FIRST: tl.constexpr,
-    BLOCK_REST: tl.constexpr,
-    V_DIM: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    PAGE: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
+    q, k, k_rest, v, page_table, tiles, out, q_stride, q_head_stride, k_stride, k_head_stride, rest_stride,
+    rest_head_stride, v_stride, v_head_stride, out_stride, out_head_stride, table_stride, scale,
+    GROUP: tl.constexpr, FIRST: tl.constexpr, REST: tl.constexpr, BLOCK_FIRST: tl.constexpr, BLOCK_REST: tl.constexpr,
+    V_DIM: tl.constexpr, BLOCK_V: tl.constexpr, PAGE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
     # Heads of one tile are neighbours in launch order: those of a group share their keys in the L2 cache.
     head = tl.program_id(0)
     at = tiles + tl.program_id(1) * 5
@@ -190,65 +139,20 @@ def _prefill(
     acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
     for masked in tl.static_range(2):
         acc, total, top = _attend(
-            acc,
-            total,
-            top,
-            query,
-            query_rest,
-            k,
-            k_rest,
-            v,
-            pages,
-            key_start,
-            full if masked else 0,
-            last if masked else full,
-            row_seen,
-            k_stride,
-            rest_stride,
-            v_stride,
-            scale * LOG2E,
-            FIRST,
-            REST,
-            BLOCK_FIRST,
-            BLOCK_REST,
-            V_DIM,
-            BLOCK_V,
-            PAGE,
-            BLOCK_N,
-            masked,
-        )
+            acc, total, top, query, query_rest, k, k_rest, v, pages, key_start, full if masked else 0,
+            last if masked else full, row_seen, k_stride, rest_stride, v_stride, scale * LOG2E, FIRST, REST,
+            BLOCK_FIRST, BLOCK_REST, V_DIM, BLOCK_V, PAGE, BLOCK_N, masked,
+        )  # fmt: skip
     tl.store(out_at, (acc / total[:, None]).to(out.dtype.element_ty), mask=out_mask)
 
 
 @triton.jit
 def _attend(
-    acc,
-    total,
-    top,
-    query,
-    query_rest,
-    k,
-    k_rest,
-    v,
-    pages,
-    key_start,
-    begin,
-    end,
-    row_seen,
-    k_stride,
-    rest_stride,
-    v_stride,
-    scale,
-    FIRST: tl.constexpr,
-    REST: tl.constexpr,
-    BLOCK_FIRST: tl.constexpr,
-    BLOCK_REST: tl.constexpr,
-    V_DIM: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    PAGE: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    MASKED: tl.constexpr,
-):
+    acc, total, top, query, query_rest, k, k_rest, v, pages, key_start, begin, end, row_seen, k_stride, rest_stride,
+    v_stride, scale,
+    FIRST: tl.constexpr, REST: tl.constexpr, BLOCK_FIRST: tl.constexpr, BLOCK_REST: tl.constexpr, V_DIM: tl.constexpr,
+    BLOCK_V: tl.constexpr, PAGE: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
     """The online softmax over keys [begin, end), a multiple of BLOCK_N of them unless MASKED; `scale` is for exp2."""
     WHOLE_PAGES: tl.constexpr = PAGE > 0 and PAGE % BLOCK_N == 0
     n = tl.arange(0, BLOCK_N)

@@ -97,7 +97,7 @@ def test_chunks_of_several_prompts_and_behind_a_prefix(
     first = [chunk(0, 0, drawn[0][:7]), chunk(1, 0, drawn[1][:20], sample=False)]
     second = [chunk(1, 20, drawn[1][20:29]), chunk(2, 0, drawn[2][:5])]
     steps = [PromptShape(32, 32 if mla else 0), PromptShape(16, 48 if mla else 0)]
-    graphs = PromptGraphs(steps, prompts.step) if device.type == "cuda" else None
+    graphs = PromptGraphs(steps, (8, 16, 32), prompts.step) if device.type == "cuda" else None
     with torch.inference_mode():
         for rows, size, wanted in ((first, steps[0], 1), (second, steps[1], 2)):
             if graphs is not None:
