@@ -30,7 +30,7 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PromptTables:
-    """What a backend of ours derives from `spans` in prefill, given: by a captured step, whose shapes are fixed.
+    """What a backend of ours would derive from `spans` in prefill, from a captured step: in tensors of fixed shapes.
 
     `tiles` int32 [tiles, 5], as `prefill_tiles.tile_rows` makes them. `key_slots` int64 [keys]: rows of the pool that
     hold the keys of all sequences, for MLA on expanded keys.

@@ -89,7 +89,7 @@ class FusedGQA:
 
         from pellucid.kernels.triton.gqa_attend import attend
         from pellucid.kernels.triton.gqa_decode import decode_tile, splits_for
-        from pellucid.kernels.triton.gqa_write import norm_rope_write
+        from pellucid.kernels.triton.gqa_write import ByContext, norm_rope_write
 
         layer, traits, rows = self.layer, self.layer.traits, step.rows
         heads, kv_heads, dim = traits.num_heads, traits.num_kv_heads, traits.head_dim
@@ -102,8 +102,8 @@ class FusedGQA:
         if step.called is not None:
             query = step.scratch("query", rows, heads, dim)
             norm_rope_write(
-                qkv, q_norm, k_norm, eps, layer.rotary.table, layer.rotary.interleaved, keys, values, step.page_table,
-                step.sequence, step.context, query, pdl=step.pdl,
+                qkv, q_norm, k_norm, eps, layer.rotary.table, layer.rotary.interleaved, keys, values,
+                ByContext(step.page_table, step.sequence, step.context), query, pdl=step.pdl,
             )  # fmt: skip
             out = step.called.backend.gqa(
                 query, keys, values, step.called.metadata, num_kv_heads=kv_heads, scale=traits.softmax_scale

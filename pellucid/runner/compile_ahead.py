@@ -21,6 +21,7 @@ import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple, Self
@@ -165,12 +166,10 @@ def _shares(
     """Buckets, then runs of neighbouring shapes, dealt out to at most `count` children."""
     length = max(1, -(-len(shapes) // min(PROMPT_CHILDREN, count)))
     runs = [tuple(shapes[start : start + length]) for start in range(0, len(shapes), length)]
-    dealt: list[tuple[tuple[int, ...], tuple[PromptShape, ...]]] = [((bucket,), ()) for bucket in buckets]
-    dealt += [((), run) for run in runs]
-    shares = [dealt[start::count] for start in range(min(count, len(dealt)))]
+    # The first run goes to the child behind that of the last bucket.
     return [
-        (tuple(bucket for one, _ in share for bucket in one), tuple(shape for _, run in share for shape in run))
-        for share in shares
+        (tuple(buckets[child::count]), tuple(chain.from_iterable(runs[(child - len(buckets)) % count :: count])))
+        for child in range(min(count, len(buckets) + len(runs)))
     ]
 
 

@@ -1,6 +1,7 @@
 """Several children that take candidates through the gate at once: most of its time is a compiler's, on one core each.
 
-Made by `tuning.start`, asked by `tuning.session` before it measures. Nothing is timed while they run.
+Made by `doctor.kernels`, before anything is timed. A session that measures has its candidates compiled by processes
+without a GPU instead (`runner.compile_ahead`).
 """
 
 from __future__ import annotations

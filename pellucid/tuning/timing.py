@@ -42,12 +42,14 @@ class Timer:
         # Not a bound method: a timer that refers to itself keeps its graph until the collector comes by.
         self._run: Callable[[], None] = partial(_launch_all, calls)
         if capture and self._cuda:
+            import torch
+
             try:
                 self._run = captured(self._run)
             except RuntimeError as error:
                 # What can't be captured is launched from the host when it is served, too; but where memory is short, or
                 # a step has no other form, that is an answer.
-                if required or type(error).__name__ == "OutOfMemoryError":
+                if required or isinstance(error, torch.OutOfMemoryError):
                     raise
         self._repeats = 1
         self._repeats = max(1, round(SAMPLE_S / max(self._time(), 1e-6)))

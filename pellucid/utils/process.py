@@ -26,7 +26,7 @@ def spin_briefly() -> None:
     """In this process and those that it starts, if OpenMP is not loaded yet and the user has not chosen.
 
     Its threads spin for milliseconds otherwise, and where another program has one of the cores, the one that is waited
-    for does not run meanwhile: a tenth of the speed is left (docs/log/2026-11-30-openmp-waits.md).
+    for does not run meanwhile: a quarter of the speed is left (docs/log/2026-11-30-openmp-waits.md).
     """
     if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & os.environ.keys():
         os.environ["GOMP_SPINCOUNT"] = SPINS

@@ -7,6 +7,8 @@ ours does this itself (`gqa_attend`).
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -14,6 +16,21 @@ import triton.language as tl
 from pellucid.kernels.triton.chain import wait_for_input
 
 HEADS_AT_ONCE = 8
+
+
+class ByContext(NamedTuple):
+    """Rows of different sequences, int32: a row's position is context - 1; one with context 0 writes no cache."""
+
+    page_table: torch.Tensor  # [sequences, pages]
+    sequence: torch.Tensor  # [rows]
+    context: torch.Tensor  # [rows]
+
+
+class BySlot(NamedTuple):
+    """Tokens of any sequences, int64 [rows] each; one of slot -1 writes no cache."""
+
+    positions: torch.Tensor
+    slots: torch.Tensor
 
 
 def norm_rope_write(
@@ -25,63 +42,29 @@ def norm_rope_write(
     interleaved: bool,
     keys: torch.Tensor,
     values: torch.Tensor,
-    page_table: torch.Tensor,
-    sequence: torch.Tensor,
-    context: torch.Tensor,
+    where: ByContext | BySlot,
     query: torch.Tensor,
     *,
     pdl: bool = False,
 ) -> None:
-    """query [rows, heads, d] = rope(norm(q)); rope(norm(k)) and v join the cache. Rows are of different sequences.
+    """query [rows, heads, d] = rope(norm(q)); rope(norm(k)) and v join the cache, `where` the rows stand.
 
     qkv [rows, (heads + 2 kv_heads) * d], any row stride; norms [d] or None; table fp32 [positions, d], cos then sin;
-    keys, values [pages, page, kv_heads * d]. A row's position is context - 1; one with context 0 writes no cache.
+    keys, values [pages, page, kv_heads * d]. `query` may be the heads of q in `qkv` itself where rows stand by slot.
     """
-    where = (page_table, sequence, context, page_table.stride(0))
-    _launch(qkv, q_norm, k_norm, eps, table, interleaved, keys, values, where, query, False, pdl)
-
-
-def norm_rope_write_tokens(
-    qkv: torch.Tensor,
-    q_norm: torch.Tensor | None,
-    k_norm: torch.Tensor | None,
-    eps: float,
-    table: torch.Tensor,
-    interleaved: bool,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    positions: torch.Tensor,
-    slots: torch.Tensor,
-    query: torch.Tensor,
-) -> None:
-    """`norm_rope_write` of tokens of any sequences, by their positions and slots, int64 [tokens]; a token of slot -1
-    writes no cache. `query` may be the heads of q in `qkv` itself."""
-    where = (slots, slots, positions, 0)
-    _launch(qkv, q_norm, k_norm, eps, table, interleaved, keys, values, where, query, True, False)
-
-
-def _launch(
-    qkv: torch.Tensor,
-    q_norm: torch.Tensor | None,
-    k_norm: torch.Tensor | None,
-    eps: float,
-    table: torch.Tensor,
-    interleaved: bool,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    where: tuple[torch.Tensor, torch.Tensor, torch.Tensor, int],
-    query: torch.Tensor,
-    by_slot: bool,
-    pdl: bool,
-) -> None:
     rows, heads, dim = query.shape
     kv_heads = keys.shape[-1] // dim
     block_h = min(HEADS_AT_ONCE, triton.next_power_of_2(heads + 2 * kv_heads))
+    if isinstance(where, BySlot):
+        standing, table_stride = (where.slots, where.slots, where.positions), 0
+    else:
+        standing, table_stride = where, where.page_table.stride(0)
     # Rows first: they may be more than the 65,535 that a grid has in its other dimensions.
     _norm_rope_write[(rows, triton.cdiv(heads + 2 * kv_heads, block_h))](
-        qkv, q_norm, k_norm, table, keys, values, *where[:3], query, qkv.stride(0), where[3], query.stride(0), eps,
+        qkv, q_norm, k_norm, table, keys, values, *standing, query, qkv.stride(0), table_stride, query.stride(0), eps,
         HEADS=heads, KV_HEADS=kv_heads, DIM=dim, BLOCK_H=block_h, BLOCK_D=max(16, triton.next_power_of_2(dim)),
-        PAGE=keys.shape[1], BY_SLOT=by_slot, INTERLEAVED=interleaved, PDL=pdl, num_warps=4, launch_pdl=pdl,
+        PAGE=keys.shape[1], BY_SLOT=isinstance(where, BySlot), INTERLEAVED=interleaved, PDL=pdl, num_warps=4,
+        launch_pdl=pdl,
     )  # fmt: skip
 
 

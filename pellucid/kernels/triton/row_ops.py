@@ -151,13 +151,14 @@ class TritonOps:
         values: torch.Tensor,
     ) -> torch.Tensor:
         """`torch_ops.gqa_write` in one launch; k and v of `qkv` are left as they were."""
-        from pellucid.kernels.triton.gqa_write import norm_rope_write_tokens
+        from pellucid.kernels.triton.gqa_write import BySlot, norm_rope_write
 
         dim = table.shape[1]
         heads = (qkv.shape[1] - 2 * keys.shape[-1]) // dim
         q = qkv.view(qkv.shape[0], -1, dim)[:, :heads]
         q_norm, k_norm = (None, None) if norms is None else norms
-        norm_rope_write_tokens(qkv, q_norm, k_norm, eps, table, interleaved, keys, values, positions, slots, q)
+        where = BySlot(positions, slots)
+        norm_rope_write(qkv, q_norm, k_norm, eps, table, interleaved, keys, values, where, q)
         return q
 
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:

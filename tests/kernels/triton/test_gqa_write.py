@@ -26,7 +26,7 @@ def test_queries_are_normed_and_turned_and_new_keys_join_the_cache(
     query = torch.full((len(contexts), heads, dim), float("nan"), device=device, dtype=dtype)
     ops.norm_rope_write(
         step.qkv, *step.norms, EPS, step.table, interleaved, step.cache.keys, step.cache.values,
-        step.cache.page_table, step.sequence, step.context, query,
+        ops.ByContext(step.cache.page_table, step.sequence, step.context), query,
     )  # fmt: skip
 
     for row, context in enumerate(contexts):
