@@ -32,9 +32,9 @@ T = TypeVar("T")
 FEW_ROWS = 16
 """Up to here the kernels of a step are ours alone: every weight is read once, and by every row."""
 
-FUSED_NORM_ROWS = 4
-"""Up to here each program norms the rows itself; of more rows that takes longer than a launch for all, unless rows are
-short (a candidate: `LinearTile.norms`)."""
+FUSED_NORM_ROWS = 2
+"""Up to here, on fp32 lanes, each program norms the rows itself. On tensor cores that takes longer than a launch for
+all, unless rows are short (a candidate: `LinearTile.norms`): a step of Llama-8B at 4 rows took a third longer."""
 
 
 class CalledAttention:
@@ -160,7 +160,8 @@ def projection_tile(
     from pellucid.kernels.triton.linear import linear_tile
     from pellucid.kernels.triton.rows_linear import rows_tile
 
-    return linear_tile(weight_rows, k, rows) if rows <= FEW_ROWS else rows_tile(weight_rows, k, rows, pair, limits)
+    tile = rows_tile(weight_rows, k, rows, pair, limits) if rows > FUSED_NORM_ROWS else None
+    return linear_tile(weight_rows, k, rows) if tile is None and rows <= FEW_ROWS else tile
 
 
 def lone_step(rows: int, limits: DeviceLimits, tiles: Tiles, device: torch.device, dtype: torch.dtype) -> FusedStep:

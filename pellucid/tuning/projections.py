@@ -220,7 +220,9 @@ def _rows_tiles(projection: Projection, rows: int, limits: DeviceLimits) -> Iter
     from pellucid.kernels.triton.rows_linear import RowsTile, tile_bytes
 
     n, k, _ = projection
-    for block_n, block_k, warps in ((64, 128, 4), (128, 128, 4), (256, 64, 8)):
+    # Of more than 64 rows, stages of 128 x 128 are too few.
+    shapes = ((64, 128, 4), (128, 64, 8) if rows > 64 else (128, 128, 4), (256, 64, 8))
+    for block_n, block_k, warps in shapes:
         tiles = -(-n // block_n)
         for split in (1, 2, 4, 8):
             if split > 1 and (tiles * split > limits.sm_count or 3 * split * block_k > k):

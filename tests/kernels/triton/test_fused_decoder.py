@@ -20,14 +20,15 @@ PROMPT = 21
     ("shape", "rows", "limits", "call"),
     [
         ("v3", 1, {}, None),
-        ("v3", 3, {"FEW_ROWS": 2, "FUSED_NORM_ROWS": 2}, None),
-        ("qwen3-moe", 3, {"FUSED_NORM_ROWS": 2}, None),
+        ("v3", 3, {"FEW_ROWS": 2}, None),
+        ("qwen3-moe", 2, {}, None),
+        ("qwen3-moe", 3, {}, None),
         ("llama", 1, {}, None),
         ("v3", 3, {}, TritonMLA),
         ("qwen3-moe", 3, {}, TritonGQA),
         ("llama", 1, {}, TritonGQA),
     ],
-    ids=["v3", "v3-many", "qwen3-moe-some", "llama", "v3-called", "qwen3-moe-called", "llama-called"],
+    ids=["v3", "v3-many", "qwen3-moe-lanes", "qwen3-moe", "llama", "v3-called", "qwen3-moe-called", "llama-called"],
 )
 def test_a_step_is_that_of_the_layered_decoder(
     shape: str,
@@ -40,7 +41,7 @@ def test_a_step_is_that_of_the_layered_decoder(
     monkeypatch: pytest.MonkeyPatch,
     wide_tiles: None,
 ) -> None:
-    """`limits` make few rows go the way of many: norms of their own, the library's products, experts sorted.
+    """`limits` make few rows go the way of many: the library's products, experts sorted.
 
     `call`: a backend that stands for another project's, called between the step's kernels.
     """
