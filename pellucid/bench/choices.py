@@ -16,12 +16,13 @@ from pellucid.selection.bucket import bucket as bucket_of
 from pellucid.selection.decode_path import FUSED
 from pellucid.selection.evidence import STEP_TIE_SHARE, Measurement, is_tile_op
 from pellucid.selection.plan import ExecutionPlan
+from pellucid.selection.registry import discover
 from pellucid.traits.model import ModelTraits
 from pellucid.traits.tensors import TensorIndex
 from pellucid.tuning.measure import Budget, Question, compare
 from pellucid.tuning.problems import REFERENCE
 from pellucid.tuning.projections import MAX_ROWS, projections_of
-from pellucid.tuning.step_choices import SHAPES_STEPS, Given, apply_choices, differences
+from pellucid.tuning.step_choices import SHAPES_STEPS, Given, apply_choices, differences, share_weights
 from pellucid.tuning.steps import Steps
 from pellucid.tuning.timing import Timer
 
@@ -42,18 +43,44 @@ class PlanTrial:
 
 
 def rivals(default: ExecutionPlan, traits: ModelTraits, phase: str, bucket: int) -> Iterator[tuple[str, Given]]:
-    """Plans of one backend at a bucket, by name: each that fits, for attention; the library, for every projection.
-
-    Plain torch for attention or experts is left out: it takes a hundred times as long.
+    """Plans of one backend at a bucket, by name: each that fits, for attention and for experts; the library, for every
+    projection. Some are `left_out`.
     """
-    op = f"attention.{phase}"
-    decision = default.decision(op, bucket)
-    for rejection in decision.rejected:
-        if rejection.runs and rejection.candidate != REFERENCE:
-            yield f"{rejection.candidate} for attention", ((f"{op}@{decision.bucket}", rejection.candidate),)
-    if phase == "decode" and default.decode_path == FUSED and bucket <= MAX_ROWS:
+    for name, key, backend, obstacle in _others(default, traits, phase, bucket):
+        if not obstacle:
+            yield name, ((key, backend),)
+    if _is_fused(default, phase) and bucket <= MAX_ROWS:
         shapes = projections_of(traits, bucket)
         yield f"{LIBRARY} for projections", tuple((f"{shape.op}@{bucket}", LIBRARY) for shape in shapes)
+
+
+def left_out(default: ExecutionPlan, traits: ModelTraits, phase: str, bucket: int) -> dict[str, str]:
+    """Plans of one backend that have no such step to time beside the others, by name, and why."""
+    return {name: obstacle for name, _, _, obstacle in _others(default, traits, phase, bucket) if obstacle}
+
+
+def _is_fused(default: ExecutionPlan, phase: str) -> bool:
+    return phase == "decode" and default.decode_path == FUSED
+
+
+def _others(
+    default: ExecutionPlan, traits: ModelTraits, phase: str, bucket: int
+) -> Iterator[tuple[str, str, str, str]]:
+    """Name of the plan, key of its decision, backend and obstacle, of all that fit instead of the default's.
+
+    Not of plain torch, which takes a hundred times as long.
+    """
+    usable = {(b.op, b.name) for b in discover() if b.fused_decode is not None}
+    families = [(f"attention.{phase}", "attention"), *([("moe", "experts")] if traits.moe is not None else [])]
+    for op, part in families:
+        decision = default.decision(op, bucket)
+        for name in (r.candidate for r in decision.rejected if r.runs and r.candidate != REFERENCE):
+            obstacle = ""
+            if _is_fused(default, phase) and (op.partition(".")[0], name) not in usable:
+                obstacle = "a fused step can't call it"
+            elif op == "moe" and not share_weights(op, (name, str(decision.value))):
+                obstacle = "its form of the weights would be that of every step"
+            yield f"{name} for {part}", decision.key, name, obstacle
 
 
 def measured_choices(measured: ExecutionPlan, default: ExecutionPlan, phase: str, bucket: int) -> Given:
@@ -95,6 +122,7 @@ def compare_plans(
                 **dict(rivals(default, traits, phase, bucket)),
             }
             line = {"phase": phase, "bucket": bucket, **_bucket(steps, default, phase, bucket, plans)}
+            line["left_out"] = left_out(default, traits, phase, bucket)
             lines.append(line)
             report(_told(line))
     return {"bench": "choices", **provenance("pellucid.cli"), "traits": list(default.model), "steps": lines}
@@ -131,4 +159,5 @@ def _told(line: Mapping[str, Any]) -> str:
     if line["behind"] is None:
         return f"{line['phase']}@{line['bucket']}: not timed within {SECONDS} s"
     times = ", ".join(f"{name} {one['us']:.1f} ± {one['error_us']:.1f} us" for name, one in line["times"].items())
-    return f"{line['phase']}@{line['bucket']}: {times}; behind the fastest by {line['behind']:.1%}"
+    apart = "".join(f"; without {name}: {why}" for name, why in line["left_out"].items())
+    return f"{line['phase']}@{line['bucket']}: {times}; behind the fastest by {line['behind']:.1%}{apart}"

@@ -72,9 +72,13 @@ def notes(backend: BackendTraits, need: Need) -> tuple[str, ...]:
 
 
 def _built(backend: BackendTraits, need: Need) -> Misfit | None:
-    if backend.built_in:
-        return None
-    return Misfit("not built into this version", "", "not_built")
+    if not backend.built_in:
+        return Misfit("not built into this version", "", "not_built")
+    schemes = {form.scheme for form in need.weights if allows(backend.weight_schemes, form.scheme)}
+    strange = sorted(scheme for scheme in schemes if not allows(backend.prepares, scheme))
+    if strange:
+        return Misfit(f"this version does not bring {one_of(strange)} weights into its form", "", "not_built")
+    return None
 
 
 def _device(backend: BackendTraits, need: Need) -> Misfit | None:

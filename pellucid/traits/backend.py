@@ -139,7 +139,8 @@ class BackendTraits:
     `batch_invariant`: a row's result never depends on its batch.
     `fused_decode`: fused decode steps have its kernels "inside" their own, or it may be "called" between them: it reads
     nothing but tensors that a graph can hold, and the weights or the cache as they are.
-    `built_in` is false while this version has only this declaration: it is explained, never run.
+    `built_in` is false while this version has only this declaration: it is explained, never run. `prepares` are those
+    of its `weight_schemes` that it is run with: this version brings their weights into the kernel's form.
     `unverified` names the fields whose value was only read somewhere, not checked against source or device.
     """
 
@@ -163,6 +164,7 @@ class BackendTraits:
     compute_dtypes: frozenset[str] = frozenset()
     weight_schemes: Allowed[str] = frozenset()
     scheme_sms: tuple[tuple[str, frozenset[int]], ...] = ()
+    prepares: Allowed[str] = ANY
     keeps_packed: frozenset[str] | None = None
     weight_form: str | None = None
     weight_groups: Allowed[int] = frozenset()

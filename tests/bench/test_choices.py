@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from pellucid.bench.choices import DEFAULT, MEASURED, compare_plans, measured_choices, rivals
+from pellucid.bench.choices import DEFAULT, MEASURED, compare_plans, left_out, measured_choices, rivals
 from pellucid.core import PellucidError
 from pellucid.engine.startup import make_plan, open_model
 from pellucid.selection.args import EngineArgs
@@ -26,11 +26,24 @@ def test_rivals_are_every_backend_that_fits_and_the_library() -> None:
     plan = resolver()({})
     assert plan.decode_path == "fused"
     found = dict(rivals(plan, V2_LITE, "decode", 8))
-    assert found.keys() == {"flashinfer_mla for attention", "library for projections"}
-    assert found["flashinfer_mla for attention"] == (("attention.decode@8", "flashinfer_mla"),)
+    assert found.keys() == {"library for projections"}
+    assert dict(rivals(plan, V2_LITE, "prefill", 8)) == {
+        "flashinfer_mla for attention": (("attention.prefill@8", "flashinfer_mla"),)
+    }
     projections = {(f"{one.op}@8", "library") for one in projections_of(V2_LITE, 8)}
     assert set(found["library for projections"]) == projections != set()
-    assert "library for projections" not in dict(rivals(plan, V2_LITE, "prefill", 8))
+
+
+def test_plans_without_a_step_of_their_own_are_left_out_and_named() -> None:
+    """Timed under the name of another, the default's own step would look like theirs."""
+    plan = resolver()({})
+    assert left_out(plan, V2_LITE, "decode", 8) == {
+        "flashinfer_mla for attention": "a fused step can't call it",
+        "flashinfer_cutlass for experts": "a fused step can't call it",
+    }
+    assert left_out(plan, V2_LITE, "prefill", 8) == {
+        "flashinfer_cutlass for experts": "its form of the weights would be that of every step"
+    }
 
 
 def test_differences_are_those_of_the_bucket_and_its_tiles() -> None:

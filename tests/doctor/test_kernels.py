@@ -18,6 +18,7 @@ from pellucid.engine.startup import make_plan, open_model
 from pellucid.selection.args import EngineArgs
 from pellucid.selection.registry import discover
 from pellucid.selection.resolve import resolve
+from pellucid.traits.backend import ANY
 from pellucid.tuning.gate import Probe
 from pellucid.tuning.pool import ProbePool
 from pellucid.tuning.session import undecided
@@ -88,7 +89,7 @@ def test_what_is_fastest_is_marked_as_taken_and_the_table_has_each_bucket():
 
 def test_weights_that_can_not_be_drawn_are_named_and_not_run():
     traits = replace(V2_LITE, weights=replace(V2_LITE.weights, routed_experts=INT4))
-    backends = [replace(b, built_in=True) if b.name in TWO_BUILT else b for b in discover()]
+    backends = [replace(b, built_in=True, prepares=ANY) if b.name in TWO_BUILT else b for b in discover()]
     args = EngineArgs("model", max_num_seqs=8, max_num_batched_tokens=8)
     bench = bench_of()
     report = run(bench, partial(resolve, args, traits, gpu_machine(), backends=backends), traits)

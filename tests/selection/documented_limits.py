@@ -26,6 +26,7 @@ FLASHINFER_GQA = "FlashInfer 0.6.14 DISPATCH_HEAD_DIM and hopper/prefill_sm90.cu
 MARLIN = "sglang-kernel 0.4.5 moe_wna16_marlin_gemm: fp8, 4-bit with groups of 16 to 128, no bf16; widths of 128"
 TRTLLM_MOE = "FlashInfer 0.6.14 trtllm_*_moe: SM100 and SM103; int4 as MxInt4, groups of 32"
 CUTLASS_MOE = "FlashInfer 0.6.14 cutlass_fused_moe: fp8 blocks and W4A16 on SM90, nvfp4 on SM100, 103, 120, 121"
+HUMMING = "humming-kernels 0.1.20, its support matrix: bf16 and fp16 from SM80 on, INT1 to INT8, FP of up to 8 bits"
 DEEP_GEMM = "sgl-deep-gemm 0.2.5, its bf16 products alone: SM90, SM100, SM103; crashed on SM120 (sglang#18870)"
 OURS = "docs/add-a-backend.md: our own kernels compile for the device that they find"
 
@@ -122,6 +123,10 @@ MOE = {
         CUTLASS_MOE, "moe", sms=SM90 | DATACENTRE | WORKSTATION, groups=frozenset({16, 32, 64, 128}), shard=64,
         schemes=HALF | {"fp8", "int4", "nvfp4"},
         scheme_sms=(("fp8", SM90), ("int4", SM90), ("nvfp4", DATACENTRE | WORKSTATION)),
+    ),
+    "humming": Limits(
+        HUMMING, "moe", sms=AMPERE_ON, schemes=frozenset({"fp8", "int4", "mxfp4", "nvfp4"}),
+        groups=frozenset({16, 32, 64, 128}), scales=frozenset({"tensor", "channel"}), zero_points=True,
     ),
     "deep_gemm": Limits(
         DEEP_GEMM, "moe", sms=SM90 | DATACENTRE, dtypes=BF16, schemes=BF16, shard=128,

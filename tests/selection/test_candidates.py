@@ -46,6 +46,7 @@ DECODE = {
 MOE = {
     "triton_fused": ({"weights"}, {"weights"}, {"weights"}, {"device", "weights"}),
     "marlin": (set(), set(), set(), {"device"}),
+    "humming": (set(), set(), set(), {"device"}),
     "flashinfer_trtllm": ({"compute_capability"}, {"compute_capability"}, set(), {"device"}),
     "flashinfer_cutlass": ({"weights"}, set(), {"weights"}, {"device"}),
     "deep_gemm": ({"compute_capability", "weights"}, {"weights"}, {"weights"}, {"device", "weights"}),
@@ -220,6 +221,13 @@ def test_declarations_are_honest_about_capabilities():
         if "cuda" in backend.devices:
             assert backend.sm is ANY or backend.sm, backend.name
         assert backend.source, backend.name
+
+
+@pytest.mark.parametrize(("scheme", "run"), [("bf16", True), ("nvfp4", False)])
+def test_a_backend_may_be_run_with_some_of_the_weights_that_its_kernel_reads(scheme, run):
+    form = WeightFormat(scheme, None if run else 16)
+    found = [m for m in misfits(_backend("flashinfer_cutlass"), _need(weights=(form,))) if m.kind == "not_built"]
+    assert [m.reason for m in found] == ([] if run else ["this version does not bring nvfp4 weights into its form"])
 
 
 @pytest.mark.parametrize(("reach", "fits"), [("channel", True), (None, True), ("row", False)])

@@ -21,14 +21,14 @@ PROMPT = 21
     [
         ("v3", 1, {}, None),
         ("v3", 3, {"FEW_ROWS": 2}, None),
-        ("qwen3-moe", 2, {}, None),
+        ("llama", 2, {}, None),
         ("qwen3-moe", 3, {}, None),
         ("llama", 1, {}, None),
         ("v3", 3, {}, TritonMLA),
         ("qwen3-moe", 3, {}, TritonGQA),
         ("llama", 1, {}, TritonGQA),
     ],
-    ids=["v3", "v3-many", "qwen3-moe-lanes", "qwen3-moe", "llama", "v3-called", "qwen3-moe-called", "llama-called"],
+    ids=["v3", "v3-many", "llama-lanes", "qwen3-moe", "llama", "v3-called", "qwen3-moe-called", "llama-called"],
 )
 def test_a_step_is_that_of_the_layered_decoder(
     shape: str,
