@@ -6,6 +6,7 @@ because launches overlap there: alone they are only sorted out, and the time of 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -28,7 +29,11 @@ APART_SHARE = 0.10
 """Alone within this of the best, a tile may be the best in a step."""
 
 MOST_IN_A_STEP = 4
-"""Candidates whose step is timed, the default among them: each is a graph to capture."""
+"""Candidates whose step is timed, the default among them: each is a graph to capture. Besides, those that differ from
+the default in what they fetch ahead alone, of which only a step can tell."""
+
+AHEAD = (0, 128, 256, 512, 1024, 2048, 4096)
+"""Columns that a tile may fetch ahead; neighbours are two places away."""
 
 BOTH_WAYS_ROWS = 4
 """Steps of so few rows may multiply on fp32 lanes or on the tensor cores."""
@@ -76,7 +81,8 @@ def projections_of(traits: ModelTraits, rows: int) -> tuple[Projection, ...]:
 def tile_candidates(projection: Projection, rows: int, limits: DeviceLimits) -> tuple[str, ...]:
     """Names of tiles that a step of `rows` rows can take here, the default first, then the library.
 
-    Neighbours of the default: half and twice its weight rows, its columns and what it fetches ahead.
+    Neighbours of the default: half and twice its weight rows and its columns, a quarter and four times what it fetches
+    ahead.
     """
     from pellucid.kernels.triton import linear, rows_linear
     from pellucid.layers.fused_step import FUSED_NORM_ROWS, projection_tile
@@ -94,6 +100,7 @@ def tile_candidates(projection: Projection, rows: int, limits: DeviceLimits) -> 
             # Those behind a norm.
             near.append(base._replace(norms=True))
         found += [one for one in near if pipeline_bytes(one, rows) <= limits.shared_memory]
+    found += [default._replace(ahead=columns) for columns in _ahead(default)] if default is not None else []
     # Copies by descriptors want rows of whole 16 bytes.
     if FUSED_NORM_ROWS < rows <= rows_linear.MAX_ROWS and k % 8 == 0:
         found += _rows_tiles(projection, rows, limits)
@@ -180,14 +187,21 @@ def tile_decision(question: Question, results: Mapping[str, Measurement]) -> Dec
 
 
 def _promising(order: tuple[str, ...], apart: Mapping[str, Measurement]) -> tuple[str, ...]:
-    """The default, and the fastest of those that alone are near the best; nobody else without figures."""
+    """The default, the fastest of those that alone are near the best, and what differs in what it fetches ahead; nobody
+    else without figures."""
     right = {name: m for name, m in apart.items() if m.right}
     if order[0] not in right:
         return order[:1]
     best = min(m.seconds for m in right.values())
+    alike = {name for name in order[1:] if name in right and _but_ahead(name) == _but_ahead(order[0])}
     near = [name for name in order[1:] if name in right and right[name].seconds <= best * (1 + APART_SHARE)]
-    kept = sorted(near, key=lambda name: right[name].seconds)[: MOST_IN_A_STEP - 1]
+    others = sorted((name for name in near if name not in alike), key=lambda name: right[name].seconds)
+    kept = alike.union(others[: MOST_IN_A_STEP - 1])
     return (order[0], *(name for name in order if name in kept))
+
+
+def _but_ahead(name: str) -> str:
+    return re.sub(r"-a\d+", "", name)
 
 
 def _small_neighbours(base: LinearTile, k: int, pair: bool) -> Iterator[LinearTile]:
@@ -206,7 +220,11 @@ def _small_neighbours(base: LinearTile, k: int, pair: bool) -> Iterator[LinearTi
             yield base._replace(block_k=block_k, split=parts, warps=parts)
     if base.dot:
         yield base._replace(stages=2)
-    yield base._replace(ahead=0 if base.ahead else 1024)
+
+
+def _ahead(tile: LinearTile | RowsTile) -> Iterator[int]:
+    at = AHEAD.index(tile.ahead)
+    yield from (AHEAD[i] for i in (at - 2, at + 2) if 0 <= i < len(AHEAD))
 
 
 def pipeline_bytes(tile: LinearTile, rows: int) -> int:
@@ -217,7 +235,7 @@ def pipeline_bytes(tile: LinearTile, rows: int) -> int:
 
 def _rows_tiles(projection: Projection, rows: int, limits: DeviceLimits) -> Iterator[RowsTile]:
     """Tiles of `rows_linear` that fill the device in one wave, each with as deep a pipeline as fits."""
-    from pellucid.kernels.triton.rows_linear import RowsTile, tile_bytes
+    from pellucid.kernels.triton.rows_linear import RowsTile, fetched_ahead, tile_bytes
 
     n, k, _ = projection
     # Of more than 64 rows, stages of 128 x 128 are too few.
@@ -229,7 +247,7 @@ def _rows_tiles(projection: Projection, rows: int, limits: DeviceLimits) -> Iter
                 continue
             if split == 1 and 2 * tiles < limits.sm_count and 6 * block_k <= k:
                 continue
-            tile = RowsTile(block_n, block_k, split, warps, 8, 128, limits.tma, split > 1)
+            tile = RowsTile(block_n, block_k, split, warps, 8, fetched_ahead(n, k), limits.tma, split > 1)
             while tile.stages > 2 and tile_bytes(tile, rows) > limits.shared_memory:
                 tile = tile._replace(stages=tile.stages - 1)
             if tile_bytes(tile, rows) <= limits.shared_memory:

@@ -164,6 +164,16 @@ def test_what_is_clearly_slower_alone_is_not_tried_in_a_step(tmp_path):
     assert not [key for key, name in bench.asked if name == "library" and not key.startswith("apart.")]
 
 
+def test_what_is_fetched_ahead_is_asked_of_the_step_whatever_it_gives_alone(tmp_path):
+    """Alone there is no launch before it in whose time it could be fetched."""
+    more = "gemv-8x512-w2-a1024"
+    bench = SimulatedBench({**EQUAL, f"apart.{WIDE} {more}@1": 140, f"{WIDE} {more}@1": 95, more: 130})
+    found = measure_tiles(
+        resolver()({}), V2_LITE, lambda p, rows: (*candidates(p, rows), more), session_of(tmp_path, bench).answer
+    )
+    assert found.choices(1) == ((WIDE, more),)
+
+
 def test_a_tile_that_is_wrong_alone_is_never_in_a_step(tmp_path):
     bench = SimulatedBench({**EQUAL, "library": 10}, {"library": "row 1 differs by 0.3"})
     found = measure_tiles(resolver()({}), V2_LITE, candidates, session_of(tmp_path, bench).answer)

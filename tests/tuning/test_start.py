@@ -99,7 +99,8 @@ def test_full_measures_anew_and_off_neither_measures_nor_reads(cache):
 def test_the_seconds_of_a_start_are_kept_to_and_a_cold_start_has_fewer_than_twenty():
     bench = SimulatedBench({**STEP})
     found = on_a_card(bench, measure_seconds=5)
-    assert bench.clock.now < 5.2
+    # The last candidate may run over.
+    assert bench.clock.now < 5.5
     assert any("keep their default" in note for note in found.notes)
     assert start.DEFAULT_SECONDS < 20
 

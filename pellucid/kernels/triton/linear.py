@@ -60,7 +60,9 @@ def linear_tile(weight_rows: int, k: int, rows: int) -> LinearTile:
         split = min(block_k // 64, 8 if long else 4) or 1
         # 16 rows of x are as much as 16 weight rows: with 32 a step of Llama-8B takes 3 % less.
         block_n = 32 if rows > 8 and back and weight_rows >= 4096 else 16
-        return LinearTile(block_n, block_k, split, True, split, 4, ahead=0 if weight_rows > 16384 else 256)
+        # Attention takes longer than its bytes: behind it there is time to fetch more.
+        ahead = 0 if weight_rows > 16384 else 1024 if weight_rows <= k <= 8192 else 256
+        return LinearTile(block_n, block_k, split, True, split, 4, ahead)
     if k > 8192:
         return LinearTile(8, 2048, 8) if rows == 1 else LinearTile(8, 1024, 4)
     if back and weight_rows >= 4096:

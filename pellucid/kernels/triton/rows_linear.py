@@ -174,24 +174,29 @@ def rows_tile(weight_rows: int, k: int, rows: int, pair: bool, limits: DeviceLim
     the columns: up to 32 rows all, up to 64 those of long rows. One wave of programs, each with as deep a pipeline as
     shared memory holds. Up to 16 rows it is left to `linear.small_linear` what does not gain by copies by descriptors.
     """
-    count, back = limits.sm_count, weight_rows <= k
+    count, back, ahead = limits.sm_count, weight_rows <= k, fetched_ahead(weight_rows, k)
     wide = pair and triton.cdiv(weight_rows, 256) * 4 >= 3 * count
     long = back and k > 8192
     if rows > MAX_ROWS or (rows <= 16 and not (limits.tma and (wide or (long and rows > 8)))):
         return None
     if wide:
-        tile = RowsTile(256, 64, 1, 8, 4) if rows > 64 else RowsTile(128, 128, 1, 4, 6, 128)
+        tile = RowsTile(256, 64, 1, 8, 4) if rows > 64 else RowsTile(128, 128, 1, 4, 6, ahead)
     elif (rows <= 32 and (back or pair)) or (rows <= 64 and long):
         block_n = 128 if rows <= 16 else 64
         tiles = triton.cdiv(weight_rows, block_n)
         split = max([1] + [s for s in (2, 4, 8) if tiles * s <= count and 3 * s * 128 <= k])
-        tile = RowsTile(block_n, 128, split, 4, 8, 128, together=split > 1)
+        tile = RowsTile(block_n, 128, split, 4, 8, ahead, together=split > 1)
     else:
         return None
     tile = tile._replace(tma=limits.tma)
     while tile.stages > 2 and tile_bytes(tile, rows) > limits.shared_memory:
         tile = tile._replace(stages=tile.stages - 1)
     return tile if tile_bytes(tile, rows) <= limits.shared_memory else None
+
+
+def fetched_ahead(weight_rows: int, k: int) -> int:
+    """The default of `RowsTile.ahead`. Attention takes longer than its bytes: behind it there is time for more."""
+    return 512 if weight_rows <= k <= 8192 else 128
 
 
 def tile_bytes(tile: RowsTile, rows: int) -> int:
@@ -245,9 +250,10 @@ def rows_linear(
         if tile.tma
         else (x, weight)
     )
+    part = triton.cdiv(triton.cdiv(k, tile.block_k), tile.split) * tile.block_k
     _rows_kernel[(triton.cdiv(n, outputs), tile.split)](
         source, x.stride(0), rows, matrix, weight_rows, bias, out, out.stride(0), n, parts, arrived, weight,
         K=k, RP=rp, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, SPLIT=tile.split, STAGES=tile.stages,
-        AHEAD=min(tile.ahead, k), PAIR=pair, RESIDUAL=residual, TMA=tile.tma,
+        AHEAD=min(tile.ahead, part, k), PAIR=pair, RESIDUAL=residual, TMA=tile.tma,
         TOGETHER=tile.together, PDL=pdl, num_warps=tile.warps, launch_pdl=pdl,
     )  # fmt: skip
