@@ -92,8 +92,12 @@ class FusedStep:
         bias: torch.Tensor | None = None,
         activation: Literal["silu_mul"] | None = None,
         residual: bool = False,
+        then: torch.Tensor | None = None,
     ) -> None:
-        """out = (or += with `residual`) activation(rms_norm(x) weight^T + bias); x [rows, k], weight [n, k]."""
+        """out = (or += with `residual`) activation(rms_norm(x) weight^T + bias); x [rows, k], weight [n, k].
+
+        `then` is the weight that the step reads next: a tile may fetch some of it to the L2.
+        """
         import torch
 
         from pellucid.kernels.triton.linear import LinearTile, small_linear
@@ -111,14 +115,14 @@ class FusedStep:
         if isinstance(tile, LinearTile):
             small_linear(
                 x, weight, out, norm=norm, eps=eps, bias=bias, activation=activation, residual=residual, pdl=self.pdl,
-                tile=tile,
+                tile=tile, then=then,
             )  # fmt: skip
         elif tile is not None:
             size, counters = parts_size(n, self.rows, tile)
             rows_linear(
                 x, weight, out, self.scratch("tile_parts", size, dtype=torch.float32),
                 self.scratch("tile_arrived", counters, dtype=torch.int32), tile, bias=bias, activation=activation,
-                residual=residual, pdl=self.pdl,
+                residual=residual, pdl=self.pdl, then=then,
             )  # fmt: skip
         else:
             self._library_project(x, weight, out, bias, activation, residual)
