@@ -29,7 +29,7 @@ ROWS = {
 PURE = ("core", "step_plan", "utils", "traits", "hardware", "selection", "scheduler", "tokenizer")
 MAX_FILE_LINES = 400
 LABORATORY = ("bench", "doctor", "tracer", "tuning")
-MAX_ENGINE_LINES, MAX_LABORATORY_LINES = 37_500, 15_000
+MAX_ENGINE_LINES, MAX_LABORATORY_LINES = 37_000, 15_000
 
 ARCHITECTURE = re.compile(
     r"For(CausalLM|ConditionalGeneration)\b|deepseek_?v?[23]|kimi_|moonlight|glm4|glm_moe|qwen[23]|\bllama\b(?![.-]cpp)|mistral_",

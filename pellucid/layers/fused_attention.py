@@ -28,8 +28,6 @@ class FusedMLA:
 
     norm: RMSNorm
     layer: MLAAttention
-    then: torch.Tensor
-    """The weight that the step reads next."""
 
     def add_to(self, step: FusedStep) -> None:
         """step.x += attention(norm(step.x))."""
@@ -68,11 +66,11 @@ class FusedMLA:
             lse = step.scratch("lse", rows, splits, heads, dtype=torch.float32)
             mla_decode.split_decode(
                 q_latent, latent, table, step.sequence, step.context, traits.softmax_scale, rank, partial, lse,
-                pdl=step.pdl, tile=tile, then=(dense(layer.o_proj)[0], self.then),
+                pdl=step.pdl, tile=tile,
             )  # fmt: skip
         out = step.scratch("attended", rows, heads * traits.v_head_dim)
         mla_decode.combine_project(partial, lse, per_head(layer.project_value), out, pdl=step.pdl)
-        _add_output(step, layer.o_proj, out, self.then)
+        _add_output(step, layer.o_proj, out)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +82,6 @@ class FusedGQA:
 
     norm: RMSNorm
     layer: GQAAttention
-    then: torch.Tensor
-    """The weight that the step reads next."""
 
     def add_to(self, step: FusedStep) -> None:
         """step.x += attention(norm(step.x))."""
@@ -112,7 +108,7 @@ class FusedGQA:
             out = step.called.backend.gqa(
                 query, keys, values, step.called.metadata, num_kv_heads=kv_heads, scale=traits.softmax_scale
             )
-            _add_output(step, layer.o_proj, out.view(rows, heads * dim), self.then)
+            _add_output(step, layer.o_proj, out.view(rows, heads * dim))
             return
         # One program of a row merges all its parts: fewer than where a launch does.
         splits = splits_for(rows, kv_heads, step.limits.sm_count, step.max_context, per_sm=2)
@@ -129,9 +125,9 @@ class FusedGQA:
             step.scratch("arrived", rows, kv_heads, dtype=torch.int32), out, pdl=step.pdl,
             tile=step.tile(GQA_DECODE, lambda: decode_tile(dim, rows * splits * kv_heads)),
         )  # fmt: skip
-        _add_output(step, layer.o_proj, out, self.then)
+        _add_output(step, layer.o_proj, out)
 
 
-def _add_output(step: FusedStep, o_proj: Linear, out: torch.Tensor, then: torch.Tensor) -> None:
+def _add_output(step: FusedStep, o_proj: Linear, out: torch.Tensor) -> None:
     weight, bias = dense(o_proj)
-    step.project(out, weight, step.x, bias=bias, residual=True, then=then)
+    step.project(out, weight, step.x, bias=bias, residual=True)

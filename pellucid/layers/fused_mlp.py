@@ -29,11 +29,6 @@ class FusedMLP:
     norm: RMSNorm
     layer: MLP
 
-    @property
-    def first_weight(self) -> torch.Tensor:
-        """What is read first."""
-        return dense(self.layer.gate_up_proj)[0]
-
     def add_to(self, step: FusedStep) -> None:
         """step.x += mlp(norm(step.x))."""
         gate_up, _ = dense(self.layer.gate_up_proj)
@@ -68,12 +63,6 @@ class FusedMoE:
         assert isinstance(experts, GateUpExperts), "the plan takes the fused path with this form of experts only"
         counter = torch.zeros(1, dtype=torch.int32, device=norm.weight.device)
         return cls(norm, layer, experts, RoutingRule.of(layer.traits), counter, {})
-
-    @property
-    def first_weight(self) -> torch.Tensor:
-        """Of what is read first, the largest: the shared experts', or the router's."""
-        shared_up, _ = self._shared()
-        return dense(self.layer.gate)[0] if shared_up is None else shared_up
 
     def add_to(self, step: FusedStep) -> None:
         """step.x += moe(norm(step.x))."""

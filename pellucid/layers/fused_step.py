@@ -92,12 +92,8 @@ class FusedStep:
         bias: torch.Tensor | None = None,
         activation: Literal["silu_mul"] | None = None,
         residual: bool = False,
-        then: torch.Tensor | None = None,
     ) -> None:
-        """out = (or += with `residual`) activation(rms_norm(x) weight^T + bias); x [rows, k], weight [n, k].
-
-        `then` is the weight that the step reads next: a tile may fetch some of it to the L2.
-        """
+        """out = (or += with `residual`) activation(rms_norm(x) weight^T + bias); x [rows, k], weight [n, k]."""
         import torch
 
         from pellucid.kernels.triton.linear import LinearTile, small_linear
@@ -115,14 +111,14 @@ class FusedStep:
         if isinstance(tile, LinearTile):
             small_linear(
                 x, weight, out, norm=norm, eps=eps, bias=bias, activation=activation, residual=residual, pdl=self.pdl,
-                tile=tile, then=then,
+                tile=tile,
             )  # fmt: skip
         elif tile is not None:
             size, counters = parts_size(n, self.rows, tile)
             rows_linear(
                 x, weight, out, self.scratch("tile_parts", size, dtype=torch.float32),
                 self.scratch("tile_arrived", counters, dtype=torch.int32), tile, bias=bias, activation=activation,
-                residual=residual, pdl=self.pdl, then=then,
+                residual=residual, pdl=self.pdl,
             )  # fmt: skip
         else:
             self._library_project(x, weight, out, bias, activation, residual)

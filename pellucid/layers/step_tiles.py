@@ -6,14 +6,13 @@ experts.grouped@64                            experts of more rows, in blocks of
 lm_head@8                                     the head, with the best token of each part
 mla.decode@8, gqa.decode@8                    our own attention
 
-gemv-8x2048-w8-a1024-t4096      small_linear in fp32 lanes: weight rows x columns, warps, columns fetched ahead, KiB of
-                                the next weight
+gemv-8x2048-w8-a1024            small_linear in fp32 lanes: weight rows x columns, warps, columns fetched ahead
 dot-16x256-w4-p4-s4-a256        small_linear on tensor cores: also parts of the columns, stages
 rows-64x128-w4-p2-s8-a128-tma-together      rows_linear
 library                         torch's
 experts-32x128-w4-s3            moe_small
 grouped-64-64x64-gall-w4-s3-128x64-gall-w4-s3       moe_grouped: pairs a block, then up and down
-mla-16x64-k64-w8-s3-t8192       mla_decode: heads x keys, keys that a split is a multiple of, KiB of the next weights
+mla-16x64-k64-w8-s3             mla_decode: heads x keys, keys that a split is a multiple of
 gqa-64-w4-s2                    gqa_attend: keys
 """
 
@@ -46,10 +45,10 @@ LIBRARY = "library"
 
 _OP = re.compile(r"projection\.(\d+)x(\d+)(\.swiglu)?")
 _LINEAR = re.compile(
-    r"(gemv|dot|rows)-(\d+)x(\d+)-w(\d+)(?:-p(\d+))?(?:-s(\d+))?(?:-a(\d+))?(?:-t(\d+))?(-tma)?(-together)?(-norm)?"
+    r"(gemv|dot|rows)-(\d+)x(\d+)-w(\d+)(?:-p(\d+))?(?:-s(\d+))?(?:-a(\d+))?(-tma)?(-together)?(-norm)?"
 )
 _SMALL = re.compile(r"experts-(\d+)x(\d+)-w(\d+)-s(\d+)")
-_MLA = re.compile(r"mla-(\d+)x(\d+)-k(\d+)-w(\d+)-s(\d+)(?:-t(\d+))?")
+_MLA = re.compile(r"mla-(\d+)x(\d+)-k(\d+)-w(\d+)-s(\d+)")
 _GQA = re.compile(r"gqa-(\d+)-w(\d+)-s(\d+)")
 _PRODUCT = r"-(\d+)x(\d+)-g(\d+|all)-w(\d+)-s(\d+)"
 _GROUPED = re.compile(rf"grouped-(\d+){_PRODUCT}{_PRODUCT}")
@@ -90,11 +89,10 @@ def tile_name(tile: Tile) -> str:
     if isinstance(tile, GroupedTiles):
         return f"grouped-{tile.block_m}{_product_name(tile.up)}{_product_name(tile.down)}"
     if isinstance(tile, mla_tiles.DecodeTile):
-        then = f"-t{tile.then}" if tile.then else ""
-        return f"mla-{tile.block_h}x{tile.block_n}-k{tile.split_keys}-w{tile.warps}-s{tile.stages}{then}"
+        return f"mla-{tile.block_h}x{tile.block_n}-k{tile.split_keys}-w{tile.warps}-s{tile.stages}"
     if isinstance(tile, gqa_decode.DecodeTile):
         return f"gqa-{tile.block_n}-w{tile.num_warps}-s{tile.num_stages}"
-    fetched = (f"-a{tile.ahead}" if tile.ahead else "") + (f"-t{tile.then}" if tile.then else "")
+    fetched = f"-a{tile.ahead}" if tile.ahead else ""
     if isinstance(tile, LinearTile):
         kind = "dot" if tile.dot else "gemv"
         parts = (f"-p{tile.split}" if tile.split > 1 else "") + (f"-s{tile.stages}" if tile.stages > 1 else "")
@@ -119,7 +117,7 @@ def parse_tile(name: str) -> Tile:
     if found := _SMALL.fullmatch(name):
         return SmallTile(*map(int, found.groups()))
     if found := _MLA.fullmatch(name):
-        return mla_tiles.DecodeTile(*map(int, found.groups(default=0)))
+        return mla_tiles.DecodeTile(*map(int, found.groups()))
     if found := _GQA.fullmatch(name):
         return gqa_decode.DecodeTile(*map(int, found.groups()))
     if found := _GROUPED.fullmatch(name):
@@ -142,10 +140,10 @@ def _linear(found: re.Match[str]) -> LinearTile | RowsTile:
     from pellucid.kernels.triton.rows_linear import RowsTile
 
     block_n, block_k, warps = (int(found[i]) for i in (2, 3, 4))
-    split, stages, ahead, then = (int(found[i] or least) for i, least in ((5, 1), (6, 1), (7, 0), (8, 0)))
+    split, stages, ahead = int(found[5] or 1), int(found[6] or 1), int(found[7] or 0)
     if found[1] == "rows":
-        return RowsTile(block_n, block_k, split, warps, stages, ahead, bool(found[9]), bool(found[10]), then)
-    return LinearTile(block_n, block_k, warps, found[1] == "dot", split, stages, ahead, bool(found[11]), then)
+        return RowsTile(block_n, block_k, split, warps, stages, ahead, bool(found[8]), bool(found[9]))
+    return LinearTile(block_n, block_k, warps, found[1] == "dot", split, stages, ahead, bool(found[10]))
 
 
 def _product_name(tile: GroupedTile) -> str:

@@ -212,14 +212,11 @@ class FusedDecoder:
 
 def _fused(layer: DecoderLayer) -> tuple[FusedMLA | FusedGQA, FusedMLP | FusedMoE]:
     attention, mlp = layer.attention, layer.mlp
-    half = (
+    return (
+        FusedMLA(layer.input_norm, attention)
+        if isinstance(attention, MLAAttention)
+        else FusedGQA(layer.input_norm, attention),
         FusedMoE.of(layer.post_attention_norm, mlp)
         if isinstance(mlp, MoE)
-        else FusedMLP(layer.post_attention_norm, mlp)
-    )
-    return (
-        FusedMLA(layer.input_norm, attention, half.first_weight)
-        if isinstance(attention, MLAAttention)
-        else FusedGQA(layer.input_norm, attention, half.first_weight),
-        half,
+        else FusedMLP(layer.post_attention_norm, mlp),
     )

@@ -113,7 +113,7 @@ def compile_projection(projection: Projection, rows: int, step: FusedStep) -> No
     out, norm = step.scratch("out", rows, n // 2 if pair else n), step.scratch("norm", k)
     step.project(x, weight, out, norm=norm, eps=1e-6, activation="silu_mul" if pair else None)
     if not pair:
-        step.project(x, weight, out, residual=True, then=weight)
+        step.project(x, weight, out, residual=True)
 
 
 def own_prefill(traits: ModelTraits, limits: DeviceLimits) -> AttentionBackend:

@@ -31,10 +31,6 @@ if TYPE_CHECKING:
 TILE_OPS = (MLA_DECODE, GQA_DECODE, EXPERTS_UP, EXPERTS_DOWN, EXPERTS_GROUPED, LM_HEAD)
 
 
-THEN = (8192, 16384, 32768)
-"""KiB of the weights behind attention that its first launch with much time to wait may fetch."""
-
-
 def other_candidates(
     traits: ModelTraits, rows: int, limits: DeviceLimits, page_size: int, max_context: int
 ) -> Iterator[tuple[str, tuple[str, ...]]]:
@@ -45,9 +41,7 @@ def other_candidates(
     hidden, moe, attention = traits.hidden_size, traits.moe, traits.attention
     if attention.kind == "mla":
         shape = rows, attention.num_heads, page_size, attention.latent_head_size
-        mla = mla_tiles.decode_tile(*shape, limits)
-        fetching = (mla._replace(then=kib) for kib in THEN)
-        yield MLA_DECODE, _names(mla, *fetching, *_mla_tiles(*shape, limits))
+        yield MLA_DECODE, _names(mla_tiles.decode_tile(*shape, limits), *_mla_tiles(*shape, limits))
     else:
         splits = gqa_decode.splits_for(rows, attention.num_kv_heads, limits.sm_count, max_context, per_sm=2)
         base = gqa_decode.decode_tile(attention.head_dim, rows * splits * attention.num_kv_heads)

@@ -35,9 +35,6 @@ the default in what they fetch ahead alone, of which only a step can tell."""
 AHEAD = (0, 128, 256, 512, 1024, 2048, 4096)
 """Columns that a tile may fetch ahead; neighbours are two places away."""
 
-THEN = (4096, 16384)
-"""KiB of the next weight, behind all of its own."""
-
 BOTH_WAYS_ROWS = 4
 """Steps of so few rows may multiply on fp32 lanes or on the tensor cores."""
 
@@ -84,7 +81,8 @@ def projections_of(traits: ModelTraits, rows: int) -> tuple[Projection, ...]:
 def tile_candidates(projection: Projection, rows: int, limits: DeviceLimits) -> tuple[str, ...]:
     """Names of tiles that a step of `rows` rows can take here, the default first, then the library.
 
-    Neighbours of the default: half and twice its weight rows and its columns, less and more that it fetches.
+    Neighbours of the default: half and twice its weight rows and its columns, a quarter and four times what it fetches
+    ahead.
     """
     from pellucid.kernels.triton import linear, rows_linear
     from pellucid.layers.fused_step import FUSED_NORM_ROWS, projection_tile
@@ -102,7 +100,7 @@ def tile_candidates(projection: Projection, rows: int, limits: DeviceLimits) -> 
             # Those behind a norm.
             near.append(base._replace(norms=True))
         found += [one for one in near if pipeline_bytes(one, rows) <= limits.shared_memory]
-    found += _fetching(default, n, k) if default is not None else []
+    found += [default._replace(ahead=columns) for columns in _ahead(default)] if default is not None else []
     # Copies by descriptors want rows of whole 16 bytes.
     if FUSED_NORM_ROWS < rows <= rows_linear.MAX_ROWS and k % 8 == 0:
         found += _rows_tiles(projection, rows, limits)
@@ -203,7 +201,7 @@ def _promising(order: tuple[str, ...], apart: Mapping[str, Measurement]) -> tupl
 
 
 def _but_ahead(name: str) -> str:
-    return re.sub(r"-[at]\d+", "", name)
+    return re.sub(r"-a\d+", "", name)
 
 
 def _small_neighbours(base: LinearTile, k: int, pair: bool) -> Iterator[LinearTile]:
@@ -224,12 +222,9 @@ def _small_neighbours(base: LinearTile, k: int, pair: bool) -> Iterator[LinearTi
         yield base._replace(stages=2)
 
 
-def _fetching(tile: LinearTile | RowsTile, n: int, k: int) -> Iterator[LinearTile | RowsTile]:
-    """The tile with less and more to fetch ahead; behind attention also of the weight that is read next."""
+def _ahead(tile: LinearTile | RowsTile) -> Iterator[int]:
     at = AHEAD.index(tile.ahead)
-    yield from (tile._replace(ahead=AHEAD[i]) for i in (at - 2, at + 2) if 0 <= i < len(AHEAD))
-    if n <= k <= 8192:
-        yield from (tile._replace(ahead=AHEAD[-1], then=kib) for kib in THEN)
+    yield from (AHEAD[i] for i in (at - 2, at + 2) if 0 <= i < len(AHEAD))
 
 
 def pipeline_bytes(tile: LinearTile, rows: int) -> int:

@@ -36,12 +36,12 @@ def test_a_tiles_name_gives_back_the_tile(data):
     from pellucid.kernels.triton.rows_linear import RowsTile
 
     size, small = st.sampled_from([1, 2, 4, 8, 64, 512, 2048]), st.integers(1, 9)
-    ahead, flag = st.sampled_from([0, 256, 1024]), st.booleans()
+    ahead = st.sampled_from([0, 256, 1024])
     tile = data.draw(
         st.one_of(
             st.none(),
-            st.builds(LinearTile, size, size, small, flag, small, small, ahead, flag, ahead),
-            st.builds(RowsTile, size, size, small, small, small, ahead, flag, flag, ahead),
+            st.builds(LinearTile, size, size, small, st.booleans(), small, small, ahead, st.booleans()),
+            st.builds(RowsTile, size, size, small, small, small, ahead, st.booleans(), st.booleans()),
         )
     )
     name = tile_name(tile)
@@ -166,7 +166,7 @@ def test_what_is_clearly_slower_alone_is_not_tried_in_a_step(tmp_path):
 
 def test_what_is_fetched_ahead_is_asked_of_the_step_whatever_it_gives_alone(tmp_path):
     """Alone there is no launch before it in whose time it could be fetched."""
-    more = "gemv-8x512-w2-a1024-t4096"
+    more = "gemv-8x512-w2-a1024"
     bench = SimulatedBench({**EQUAL, f"apart.{WIDE} {more}@1": 140, f"{WIDE} {more}@1": 95, more: 130})
     found = measure_tiles(
         resolver()({}), V2_LITE, lambda p, rows: (*candidates(p, rows), more), session_of(tmp_path, bench).answer

@@ -8,13 +8,8 @@ launch always waits, or the launch could end before the one ahead; and nobody ah
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import triton
 import triton.language as tl
-
-if TYPE_CHECKING:
-    import torch
 
 
 @triton.jit
@@ -33,23 +28,7 @@ def fetch_to_l2(weight, row, there, first, K: tl.constexpr, COLUMNS: tl.constexp
     """
     LINES: tl.constexpr = triton.next_power_of_2((COLUMNS + 63) // 64)
     column = tl.minimum(first + tl.arange(0, LINES) * 64, K - 1)
-    _ask_l2(weight + tl.where(there, row, 0)[:, None] * K + column[None, :])
-
-
-@triton.jit
-def fetch_share_to_l2(weight, program, LINES: tl.constexpr, PROGRAMS: tl.constexpr):
-    """Asks the L2 for this program's share of the first LINES x 128 bytes of a contiguous 16-bit `weight`."""
-    SHARE: tl.constexpr = triton.next_power_of_2((LINES + PROGRAMS - 1) // PROGRAMS)
-    _ask_l2(weight + tl.minimum(program.to(tl.int64) * SHARE + tl.arange(0, SHARE), LINES - 1) * 64)
-
-
-@triton.jit
-def _ask_l2(address):
+    address = (weight + tl.where(there, row, 0)[:, None] * K + column[None, :]).to(tl.int64)
     tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [address.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [address], dtype=tl.int32, is_pure=False, pack=1
     )
-
-
-def lines_of(weight: torch.Tensor | None, kib: int, pdl: bool) -> int:
-    """The LINES of `fetch_share_to_l2` for up to `kib` KiB of a weight; 0: nothing is fetched."""
-    return 0 if weight is None or not pdl else min(kib * 1024, weight.numel() * weight.element_size()) // 128

@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from pellucid.kernels.triton.chain import fetch_share_to_l2, fetch_to_l2, lines_of, wait_for_input
+from pellucid.kernels.triton.chain import fetch_to_l2, wait_for_input
 
 MAX_ROWS = 16
 """Most rows of `small_linear`."""
@@ -30,8 +30,7 @@ class LinearTile(NamedTuple):
 
     `split` and `stages` are for the tensor cores alone: `block_k` falls into `split` parts that warps sum on their own,
     and `stages` is the depth of the pipeline behind the first tile. fp32 lanes have two tiles in flight. `ahead`
-    columns behind the first tile are fetched to the L2 while the input is not there, and with them `then` KiB of the
-    weight that the step reads next. `norms`: each program norms its
+    columns behind the first tile are fetched to the L2 while the input is not there. `norms`: each program norms its
     input itself, where a step has a launch of its own for that otherwise (`layers.fused_step`).
     """
 
@@ -43,7 +42,6 @@ class LinearTile(NamedTuple):
     stages: int = 1
     ahead: int = 0
     norms: bool = False
-    then: int = 0
 
 
 def linear_tile(weight_rows: int, k: int, rows: int) -> LinearTile:
@@ -278,10 +276,9 @@ def _load_bias(bias, n0, N, BLOCK_N: tl.constexpr, PAIR: tl.constexpr):
 
 @triton.jit
 def _gemv_kernel(
-    x, x_stride, weight, norm, eps, bias, out, out_stride, N, then,
+    x, x_stride, weight, norm, eps, bias, out, out_stride, N,
     K: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, WARPS: tl.constexpr,
     PAIR: tl.constexpr, RESIDUAL: tl.constexpr, EVEN_N: tl.constexpr, PDL: tl.constexpr, AHEAD: tl.constexpr,
-    THEN: tl.constexpr, PROGRAMS: tl.constexpr,
 ):  # fmt: skip
     OUTPUTS: tl.constexpr = BLOCK_N // 2 if PAIR else BLOCK_N
     n0 = tl.program_id(0) * OUTPUTS
@@ -289,8 +286,6 @@ def _gemv_kernel(
     first = gemv_first(weight, norm, n0, N, K, BLOCK_N, BLOCK_K, PAIR, EVEN_N)
     if AHEAD > 0:
         _fetch_ahead(weight, n0, N, K, BLOCK_N, BLOCK_K, AHEAD, PAIR)
-    if THEN > 0:
-        fetch_share_to_l2(then, tl.program_id(0), THEN, PROGRAMS)
     wait_for_input(PDL)
     before = ()
     for r in tl.static_range(ROWS):
@@ -313,10 +308,10 @@ def _gemv_kernel(
 
 @triton.jit
 def _dot_kernel(
-    x, x_stride, rows, weight, norm, eps, bias, out, out_stride, N, then,
+    x, x_stride, rows, weight, norm, eps, bias, out, out_stride, N,
     K: tl.constexpr, RP: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT: tl.constexpr,
     STAGES: tl.constexpr, PAIR: tl.constexpr, RESIDUAL: tl.constexpr, EVEN_N: tl.constexpr, PDL: tl.constexpr,
-    AHEAD: tl.constexpr, THEN: tl.constexpr, PROGRAMS: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):  # fmt: skip
     OUTPUTS: tl.constexpr = BLOCK_N // 2 if PAIR else BLOCK_N
     n0 = tl.program_id(0) * OUTPUTS
@@ -327,8 +322,6 @@ def _dot_kernel(
     first = dot_first(weight, norm, n0, N, K, BLOCK_N, BLOCK_K, SPLIT, PAIR, EVEN_N)
     if AHEAD > 0:
         _fetch_ahead(weight, n0, N, K, BLOCK_N, BLOCK_K, AHEAD, PAIR)
-    if THEN > 0:
-        fetch_share_to_l2(then, tl.program_id(0), THEN, PROGRAMS)
     wait_for_input(PDL)
     if RESIDUAL:
         before = tl.load(target, mask=there, other=0.0)
@@ -357,13 +350,11 @@ def small_linear(
     residual: bool = False,
     pdl: bool = False,
     tile: LinearTile | None = None,
-    then: torch.Tensor | None = None,
 ) -> None:
     """out [rows, N] = activation(rms_norm(x; norm, eps) @ weight.T + bias), plus out itself with `residual`.
 
     x [rows <= 16, K], weight [N, K] contiguous; with "silu_mul" weight is [gate | up], [2N, K], and bias [2N].
     x and out have a unit column stride and any row stride. Sums are fp32, the result is rounded once.
-    `then`: the weight that `LinearTile.then` means, contiguous.
 
     Raises:
         ValueError: more rows than `MAX_ROWS`.
@@ -377,21 +368,19 @@ def small_linear(
     if tile is None:
         tile = linear_tile(weight_rows, k, rows)
     grid = (triton.cdiv(weight_rows, tile.block_n),)
-    lines = lines_of(then, tile.then, pdl)
     common = {
         "K": k, "BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k, "PAIR": pair, "RESIDUAL": residual,
         "EVEN_N": weight_rows % tile.block_n == 0, "PDL": pdl,
         "AHEAD": min(tile.ahead, k - tile.block_k) if pdl else 0,
-        "THEN": lines, "PROGRAMS": grid[0] if lines else 1,
         "num_warps": tile.warps, "launch_pdl": pdl,
     }  # fmt: skip
     if tile.dot:
         _dot_kernel[grid](
-            x, x.stride(0), rows, weight, norm, eps, bias, out, out.stride(0), n, then,
+            x, x.stride(0), rows, weight, norm, eps, bias, out, out.stride(0), n,
             RP=max(8, triton.next_power_of_2(rows)), SPLIT=tile.split, STAGES=tile.stages, **common,
         )  # fmt: skip
     else:
         _gemv_kernel[grid](
-            x, x.stride(0), weight, norm, eps, bias, out, out.stride(0), n, then,
+            x, x.stride(0), weight, norm, eps, bias, out, out.stride(0), n,
             ROWS=rows, WARPS=tile.warps, **common,
         )  # fmt: skip

@@ -11,7 +11,6 @@ rows and never on contexts, so that a captured graph serves every context.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from functools import cache
 
 import torch
@@ -20,7 +19,7 @@ import triton.language as tl
 
 from pellucid.core import PlanError
 from pellucid.kernels.device import DeviceLimits, device_limits
-from pellucid.kernels.triton.chain import fetch_share_to_l2, fetch_to_l2, lines_of, wait_for_input
+from pellucid.kernels.triton.chain import fetch_to_l2, wait_for_input
 from pellucid.kernels.triton.mla_tiles import (
     AbsorbTile,
     DecodeTile,
@@ -151,10 +150,10 @@ def absorb_rope_write(
 
 @triton.jit(do_not_specialize=["page_table_stride"])
 def _split_decode(
-    q, latent, page_table, sequence, context, partial, lse, scale, splits, q_stride, page_table_stride, then, behind,
+    q, latent, page_table, sequence, context, partial, lse, scale, splits, q_stride, page_table_stride,
     HEADS: tl.constexpr, RANK: tl.constexpr, ROPE: tl.constexpr, PAGE: tl.constexpr, BLOCK_H: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_P: tl.constexpr, SPLIT_KEYS: tl.constexpr,
-    PDL: tl.constexpr, THEN: tl.constexpr, BEHIND: tl.constexpr, PROGRAMS: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Online softmax in base 2 (`scale` includes log2 e) over the keys of one split, for BLOCK_H heads of one row."""
     WIDTH: tl.constexpr = RANK + ROPE
@@ -172,11 +171,6 @@ def _split_decode(
     # Where the row stands was written before the kernel ahead began, and so were all keys but the newest: the first of
     # them are on their way to the L2 while q is still being made.
     page = tl.load(pages + start // PAGE, mask=start < stop, other=0)
-    if THEN > 0:
-        program = (tl.program_id(2) * splits + split) * tl.num_programs(0) + tl.program_id(0)
-        fetch_share_to_l2(then, program, THEN, PROGRAMS)
-        if BEHIND > 0:
-            fetch_share_to_l2(behind, program, BEHIND, PROGRAMS)
     # Contexts are mostly far below what the grid is for: without keys, a program makes room for another's at once. The
     # first of each row waits all the same, so that this launch does not end before the one ahead.
     if (start >= stop) & (split > 0):
@@ -230,7 +224,7 @@ def _split_decode(
 def split_decode(
     q_latent: torch.Tensor, latent: torch.Tensor, page_table: torch.Tensor, sequence: torch.Tensor,
     context: torch.Tensor, scale: float, kv_lora_rank: int, partial: torch.Tensor, lse: torch.Tensor, *,
-    pdl: bool = False, tile: DecodeTile | None = None, then: Sequence[torch.Tensor] = (),
+    pdl: bool = False, tile: DecodeTile | None = None,
 ) -> None:  # fmt: skip
     """Attention of each row over each split of its keys, in latent space (flash decoding).
 
@@ -238,7 +232,6 @@ def split_decode(
     [sequences, pages]; sequence, context int32 [rows]. Writes partial fp32 [rows, splits, heads, kv_lora_rank], the
     normalized output of every split that has keys, and lse fp32 [rows, splits, heads], the log of its sum of
     exponentials; -inf for a split without keys, whose partial is left as it was. Splits with keys come first.
-    `then`: up to two contiguous weights of 16 bits, the ones that `DecodeTile.then` means.
 
     Raises:
         PlanError: the page size is no multiple of 16, or of the keys of a `tile` that was asked for.
@@ -248,17 +241,12 @@ def split_decode(
     tile = tile or decode_tile(rows, heads, page, width, _limits(q_latent.device))
     if tile.block_n < 16 or page % tile.block_n or tile.split_keys % tile.block_n:
         raise PlanError(f"MLA decode in tiles of {tile.block_n} keys of pages of {page}; use a page size of 64")
-    grid = triton.cdiv(heads, tile.block_h), splits, rows
-    first, behind = (*then, None, None)[:2]
-    lines = lines_of(first, tile.then, pdl)
-    more = lines_of(behind, tile.then - lines // 8, pdl)
-    _split_decode[grid](
+    _split_decode[(triton.cdiv(heads, tile.block_h), splits, rows)](
         q_latent, latent, page_table, sequence, context, partial, lse, scale * math.log2(math.e), splits,
-        q_latent.stride(0), page_table.stride(0), first if lines else None, behind if more else None,
+        q_latent.stride(0), page_table.stride(0),
         HEADS=heads, RANK=kv_lora_rank, ROPE=width - kv_lora_rank, PAGE=page, BLOCK_H=tile.block_h,
         BLOCK_N=tile.block_n, BLOCK_C=max(16, triton.next_power_of_2(kv_lora_rank)),
         BLOCK_P=max(16, triton.next_power_of_2(width - kv_lora_rank)), SPLIT_KEYS=tile.split_keys, PDL=pdl,
-        THEN=lines, BEHIND=more, PROGRAMS=math.prod(grid) if lines else 1,
         num_warps=tile.warps, num_stages=tile.stages, launch_pdl=pdl,
     )  # fmt: skip
 

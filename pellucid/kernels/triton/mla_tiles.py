@@ -25,17 +25,13 @@ class AbsorbTile(NamedTuple):
 
 
 class DecodeTile(NamedTuple):
-    """`block_h` heads a program, `block_n` keys a step; a split has a multiple of `split_keys` keys.
-
-    `then` KiB of the weights that the step reads behind attention are fetched to the L2 while q is being made.
-    """
+    """`block_h` heads a program, `block_n` keys a step; a split has a multiple of `split_keys` keys."""
 
     block_h: int
     block_n: int
     split_keys: int
     warps: int
     stages: int
-    then: int = 0
 
 
 class ProjectTile(NamedTuple):

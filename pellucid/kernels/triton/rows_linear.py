@@ -16,7 +16,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from pellucid.kernels.device import DeviceLimits
-from pellucid.kernels.triton.chain import fetch_share_to_l2, fetch_to_l2, lines_of, wait_for_input
+from pellucid.kernels.triton.chain import fetch_to_l2, wait_for_input
 
 MAX_ROWS = 128
 """Most rows of `rows_linear`."""
@@ -24,8 +24,7 @@ MAX_ROWS = 128
 
 class RowsTile(NamedTuple):
     """Weight rows (gate and up rows alike) and columns of a tile, parts that the columns are split into, warps, stages
-    of the pipeline, and the first columns of each part that are fetched to the L2 while the input is not there yet;
-    with them `then` KiB of the weight that the step reads next.
+    of the pipeline, and the first columns of each part that are fetched to the L2 while the input is not there yet.
 
     `split` is a power of two. `tma` copies tiles by descriptors, which devices have from SM 9.0 on. `together` promises
     that the device holds all programs at a time: then those of a tile wait for each other and share the adding up.
@@ -39,7 +38,6 @@ class RowsTile(NamedTuple):
     ahead: int = 0
     tma: bool = True
     together: bool = False
-    then: int = 0
 
 
 @triton.jit
@@ -112,10 +110,10 @@ def _add_up(
 
 @triton.jit
 def _rows_kernel(
-    x, x_stride, rows, weight, weight_rows, bias, out, out_stride, N, parts, arrived, address, then,
+    x, x_stride, rows, weight, weight_rows, bias, out, out_stride, N, parts, arrived, address,
     K: tl.constexpr, RP: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT: tl.constexpr,
     STAGES: tl.constexpr, AHEAD: tl.constexpr, PAIR: tl.constexpr, RESIDUAL: tl.constexpr, TMA: tl.constexpr,
-    TOGETHER: tl.constexpr, PDL: tl.constexpr, THEN: tl.constexpr, PROGRAMS: tl.constexpr,
+    TOGETHER: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     OUTPUTS: tl.constexpr = BLOCK_N // 2 if PAIR else BLOCK_N
     PART: tl.constexpr = ((K + BLOCK_K - 1) // BLOCK_K + SPLIT - 1) // SPLIT * BLOCK_K
@@ -128,8 +126,6 @@ def _rows_kernel(
         fetch_to_l2(address, i.to(tl.int64), i < N, begin, K, AHEAD)
         if PAIR:
             fetch_to_l2(address, N + i.to(tl.int64), i < N, begin, K, AHEAD)
-    if THEN > 0:
-        fetch_share_to_l2(then, tile * SPLIT + split, THEN, PROGRAMS)
     wait_for_input(PDL)
     total = tl.zeros([OUTPUTS, RP], tl.float32)
     second = tl.zeros([OUTPUTS, RP], tl.float32)
@@ -230,13 +226,12 @@ def rows_linear(
     activation: Literal["silu_mul"] | None = None,
     residual: bool = False,
     pdl: bool = False,
-    then: torch.Tensor | None = None,
 ) -> None:
     """out [rows, N] = activation(x @ weight.T + bias), plus out itself with `residual`.
 
     x [rows <= 128, K] and out have a unit column stride and a row stride of whole 16 bytes; weight [N, K] contiguous,
     with "silu_mul" [gate | up], [2N, K], and bias [2N]. parts fp32 and arrived int32, zeros, are workspace of
-    `parts_size`. Sums are fp32, the result is rounded once. `then`: the weight that `RowsTile.then` means, contiguous.
+    `parts_size`. Sums are fp32, the result is rounded once.
 
     Raises:
         ValueError: more rows than `MAX_ROWS`.
@@ -256,11 +251,9 @@ def rows_linear(
         else (x, weight)
     )
     part = triton.cdiv(triton.cdiv(k, tile.block_k), tile.split) * tile.block_k
-    tiles, lines = triton.cdiv(n, outputs), lines_of(then, tile.then, pdl)
-    _rows_kernel[(tiles, tile.split)](
-        source, x.stride(0), rows, matrix, weight_rows, bias, out, out.stride(0), n, parts, arrived, weight, then,
+    _rows_kernel[(triton.cdiv(n, outputs), tile.split)](
+        source, x.stride(0), rows, matrix, weight_rows, bias, out, out.stride(0), n, parts, arrived, weight,
         K=k, RP=rp, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, SPLIT=tile.split, STAGES=tile.stages,
         AHEAD=min(tile.ahead, part, k), PAIR=pair, RESIDUAL=residual, TMA=tile.tma,
-        TOGETHER=tile.together, PDL=pdl, THEN=lines, PROGRAMS=tiles * tile.split if lines else 1,
-        num_warps=tile.warps, launch_pdl=pdl,
+        TOGETHER=tile.together, PDL=pdl, num_warps=tile.warps, launch_pdl=pdl,
     )  # fmt: skip

@@ -99,11 +99,6 @@ def _name(dtype: torch.dtype) -> str:
             },
         ),
         ("v3", 1, 16, {MLA_DECODE: "mla-32x16-k32-w4-s2"}),
-        ("v3", 3, 16, {MLA_DECODE: "mla-16x16-k32-w4-s2-t64"}),
-        # What o_proj fetches of itself and of the next weight changes nothing.
-        ("llama", 1, 16, {"projection.96x96": "gemv-32x32-w1-a128-t4"}),
-        ("qwen3-moe", 3, 16, {"projection.96x128": "dot-16x64-w4-p4-s2-a128-t1"}),
-        ("qwen3-moe", 3, 2, {"projection.96x128": "rows-64x64-w4-s2-a128-t4"}),
         ("qwen3-moe", 3, 16, {EXPERTS_UP: "experts-16x32-w4-s2", EXPERTS_DOWN: "experts-32x32-w4-s2"}),
         ("qwen3-moe", 3, 2, {EXPERTS_GROUPED: "grouped-32-64x64-gall-w4-s3-64x64-gall-w4-s3"}),
     ],
