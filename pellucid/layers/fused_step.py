@@ -160,7 +160,7 @@ def projection_tile(
     from pellucid.kernels.triton.linear import linear_tile
     from pellucid.kernels.triton.rows_linear import rows_tile
 
-    tile = rows_tile(weight_rows, k, rows, pair, limits) if rows > FUSED_NORM_ROWS else None
+    tile = rows_tile(weight_rows, k, rows, pair, limits) if rows > 1 else None
     return linear_tile(weight_rows, k, rows) if tile is None and rows <= FEW_ROWS else tile
 
 

@@ -100,9 +100,9 @@ def tile_candidates(projection: Projection, rows: int, limits: DeviceLimits) -> 
             # Those behind a norm.
             near.append(base._replace(norms=True))
         found += [one for one in near if pipeline_bytes(one, rows) <= limits.shared_memory]
-    found += [default._replace(ahead=columns) for columns in _ahead(default)] if default is not None else []
+    found += [] if default is None else [default._replace(ahead=columns) for columns in _ahead(default, k)]
     # Copies by descriptors want rows of whole 16 bytes.
-    if FUSED_NORM_ROWS < rows <= rows_linear.MAX_ROWS and k % 8 == 0:
+    if 1 < rows <= rows_linear.MAX_ROWS and k % 8 == 0:
         found += _rows_tiles(projection, rows, limits)
     return tuple(dict.fromkeys(tile_name(one) for one in found))
 
@@ -222,9 +222,10 @@ def _small_neighbours(base: LinearTile, k: int, pair: bool) -> Iterator[LinearTi
         yield base._replace(stages=2)
 
 
-def _ahead(tile: LinearTile | RowsTile) -> Iterator[int]:
+def _ahead(tile: LinearTile | RowsTile, k: int) -> Iterator[int]:
     at = AHEAD.index(tile.ahead)
-    yield from (AHEAD[i] for i in (at - 2, at + 2) if 0 <= i < len(AHEAD))
+    if tile.block_k < k:
+        yield from (AHEAD[i] for i in (at - 2, at + 2) if 0 <= i < len(AHEAD))
 
 
 def pipeline_bytes(tile: LinearTile, rows: int) -> int:
@@ -235,7 +236,7 @@ def pipeline_bytes(tile: LinearTile, rows: int) -> int:
 
 def _rows_tiles(projection: Projection, rows: int, limits: DeviceLimits) -> Iterator[RowsTile]:
     """Tiles of `rows_linear` that fill the device in one wave, each with as deep a pipeline as fits."""
-    from pellucid.kernels.triton.rows_linear import RowsTile, fetched_ahead, tile_bytes
+    from pellucid.kernels.triton.rows_linear import RowsTile, tile_bytes
 
     n, k, _ = projection
     # Of more than 64 rows, stages of 128 x 128 are too few.
@@ -247,7 +248,7 @@ def _rows_tiles(projection: Projection, rows: int, limits: DeviceLimits) -> Iter
                 continue
             if split == 1 and 2 * tiles < limits.sm_count and 6 * block_k <= k:
                 continue
-            tile = RowsTile(block_n, block_k, split, warps, 8, fetched_ahead(n, k), limits.tma, split > 1)
+            tile = RowsTile(block_n, block_k, split, warps, 8, 128, limits.tma, split > 1)
             while tile.stages > 2 and tile_bytes(tile, rows) > limits.shared_memory:
                 tile = tile._replace(stages=tile.stages - 1)
             if tile_bytes(tile, rows) <= limits.shared_memory:

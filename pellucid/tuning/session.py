@@ -236,15 +236,32 @@ def tune(
             evidence[question.op, question.bucket, name] = m
     evidence, notes = settle(resolve, evidence)
     session.share = TILES_SHARE
+    # What attention gains alone may be lost in the step, and no tile should be measured beside it then.
+    evidence, _ = confirm(resolve, session, evidence, Tiles(), notes)
     chosen = tiles(resolve(evidence)) if tiles is not None else Tiles()
     session.share = 1.0
+    evidence, chosen = confirm(resolve, session, evidence, chosen, notes)
+    plan = resolve(evidence)
+    frozen = replace(plan, decisions=(*plan.decisions, *chosen.decisions()))
+    # A step that is refused in several rounds has one note of each.
+    return Tuned(frozen, evidence, (*dict.fromkeys(notes), *session.notes()))
+
+
+def confirm(
+    resolve: Resolve,
+    session: Session,
+    evidence: dict[tuple[str, int, str], Measurement],
+    chosen: Tiles,
+    notes: list[str],
+) -> tuple[dict[tuple[str, int, str], Measurement], Tiles]:
+    """Evidence and tiles under which no kind of step is slower than the default's; a note for each that was refused."""
     while True:
         plan, default = resolve(evidence), resolve(verdicts(evidence))
         if plan.decode_path != FUSED:
             chosen = Tiles()
         refused = [step for step in steps(plan, default, chosen) if not _confirmed(session.answer(step))]
         if not refused:
-            break
+            return evidence, chosen
         before = evidence, chosen
         why = {step: f"{step.key}: the default it stays: {_refusal(session.answer(step))}" for step in refused}
         for step in refused:
@@ -261,9 +278,6 @@ def tune(
             evidence, chosen = verdicts(evidence), Tiles()
         evidence, more = settle(resolve, evidence)
         notes += more
-    frozen = replace(plan, decisions=(*plan.decisions, *chosen.decisions()))
-    # A step that is refused in several rounds has one note of each.
-    return Tuned(frozen, evidence, (*dict.fromkeys(notes), *session.notes()))
 
 
 def settle(

@@ -231,6 +231,23 @@ def test_tiles_that_make_the_step_slower_together_are_taken_back_at_their_bucket
     assert any("step.decode@8" in note for note in found.notes)
 
 
+class AttentionLosesInAStep(SimulatedBench):
+    def sample(self, question, candidate):
+        seconds = super().sample(question, candidate)
+        changed = [key for key, _ in question.given if key.startswith("attention.")]
+        return 600e-6 if changed and candidate == "measured" else seconds
+
+
+def test_a_backend_that_wins_alone_and_loses_the_step_does_not_cost_the_tiles(tmp_path):
+    """Such attention is called layer by layer: beside it there would be no tile to measure."""
+    bench = AttentionLosesInAStep({**EQUAL, **STEP, "flashinfer_mla": 5.0, f"{WIDE} library@1": 80})
+    found = tuned(tmp_path, bench)
+    assert found.plan.decode_path == "fused"
+    assert found.plan.backends("attention.decode") == {"triton_mla"}
+    assert plan_tiles(found.plan)[WIDE, 1] is None
+    assert any("step.decode@1: the default it stays" in note for note in found.notes)
+
+
 def test_a_second_start_takes_the_same_tiles_and_so_does_a_process_that_cannot_make_candidates_up(tmp_path):
     first = tuned(tmp_path, SimulatedBench({**EQUAL, **STEP, f"{WIDE} library@1": 80}, noise=0.004))
     again = SimulatedBench({})

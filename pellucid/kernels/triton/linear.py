@@ -55,23 +55,25 @@ def linear_tile(weight_rows: int, k: int, rows: int) -> LinearTile:
         # Long rows: a step of Llama-8B at 8 rows takes 3 % less with its down projection in steps of 512 columns, whose
         # buffers are all that small devices have.
         long = k > 8192 and rows <= 8
-        most = 512 if long else 128 if 4224 < weight_rows <= 16384 else 256
+        most = 512 if long else 128 if 5632 < weight_rows <= 16384 else 256
         block_k = min(_block_k(k, most), triton.next_power_of_2(max(k, 64)))
         split = min(block_k // 64, 8 if long else 4) or 1
         # 16 rows of x are as much as 16 weight rows: with 32 a step of Llama-8B takes 3 % less.
         block_n = 32 if rows > 8 and back and weight_rows >= 4096 else 16
-        # Attention takes longer than its bytes: behind it there is time to fetch more.
-        ahead = 0 if weight_rows > 16384 else 1024 if weight_rows <= k <= 8192 else 256
-        return LinearTile(block_n, block_k, split, True, split, 4, ahead)
+        return LinearTile(block_n, block_k, split, True, split, 4, ahead=0 if weight_rows > 16384 else 256)
     if k > 8192:
         return LinearTile(8, 2048, 8) if rows == 1 else LinearTile(8, 1024, 4)
     if back and weight_rows >= 4096:
         return LinearTile(8, 1024, 4, ahead=1024)
+    if back and weight_rows >= 2048 and k <= (4096 if rows == 1 else 2048):
+        # All columns are on their way before the input is there.
+        return LinearTile(4, triton.next_power_of_2(k), 8)
     if k >= 4096 or (back and weight_rows < 2048):
         block_k = min(2048, triton.next_power_of_2(max(k, 128)))
-        block_n = 4 if back or weight_rows > 16384 else 2
+        block_n = 4 if back or weight_rows > 16384 or rows > 1 else 2
         return LinearTile(block_n, block_k, max(1, block_k // 512), ahead=1024 if back else 0)
-    block_k = min(_block_k(k, 512 if k <= 1024 and weight_rows > 4096 else 1024), triton.next_power_of_2(max(k, 128)))
+    most = 512 if weight_rows > 4096 and (k <= 1024 or rows > 1) else 1024
+    block_k = min(_block_k(k, most), triton.next_power_of_2(max(k, 128)))
     return LinearTile(4, block_k, max(1, block_k // 256), ahead=1024 if back else 0)
 
 
