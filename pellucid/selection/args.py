@@ -27,7 +27,7 @@ SYNTHETIC = "synthetic"
 
 
 MEASURE_MODES = ("off", "cached", "full")
-"""`cached` measures once and reads what it found from then on. Without the flag a start reads what is known."""
+"""`cached`, as without the flag, measures once and reads what it found from then on."""
 
 
 def short_dtype(name: str) -> str:
@@ -80,7 +80,7 @@ class EngineArgs:
         str, "Choose by speed measured on this machine: not, where it was not measured before, or anew.", *MEASURE_MODES
     )
     measure_seconds: int | None = _flag(
-        int, "Most seconds that measuring may take: 12 at a start, 600 of `tune` and `doctor --kernels` if not given."
+        int, "Most seconds that measuring may take: 10 at a start, 600 of `tune` and `doctor --kernels` if not given."
     )
 
     def __post_init__(self) -> None:

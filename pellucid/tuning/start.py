@@ -63,15 +63,14 @@ def tune_plan(
 ) -> Tuned:
     """The plan of what is known of this machine's speeds, and with `measure` of what can be found out now.
 
-    A start measures only where `--measure` asks for it: timing within whole steps has not run on enough cards to be
-    everyone's default. Without a GPU only `--measure full` does, since the engine's own kernels come first there
-    anyway. Nor does a start with several ranks, whose steps this version does not time.
+    A start with a GPU measures what is not known, unless `--measure off` forbids it. Without one only `--measure full`
+    does, since the engine's own kernels come first there anyway. Nor does a start with several ranks, whose steps this
+    version does not time.
     `bench`: instead of real backends in a child process, with a `clock` of its own.
     """
     default = resolve({})
     mode: Mode = "full" if args.measure == "full" and measure else "cached"
-    asked = measure and args.measure is not None
-    wanted = asked and (default.device == "cuda" or mode == "full")
+    wanted = measure and (default.device == "cuda" or mode == "full")
     measures = wanted and default.tensor_parallel_size == 1
     if args.measure == "off":
         return Tuned(default, {}, ())

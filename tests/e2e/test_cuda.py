@@ -71,7 +71,7 @@ def test_the_probe_sees_what_torch_sees() -> None:
 def test_the_server_gives_the_text_that_the_engine_gives(tmp_path: Path) -> None:
     """Through the engine process, streamed, with a constraint beside it in the batch."""
     path = write_tokenizer(checkpoints.write("v3", tmp_path))
-    options = {"dtype": "float32", "num_kv_pages": 64, "max_num_seqs": 8, "max_model_len": 256}
+    options = {"dtype": "float32", "num_kv_pages": 64, "max_num_seqs": 8, "max_model_len": 256, "measure": "off"}
     expected = LLM(path, **options).chat(
         [{"role": "user", "content": "the lazy dog"}], SamplingParams(temperature=0, max_tokens=24)
     )

@@ -105,11 +105,11 @@ def test_the_seconds_of_a_start_are_kept_to_and_a_cold_start_has_fewer_than_twen
     assert start.DEFAULT_SECONDS < 20
 
 
-def test_without_the_flag_a_start_reads_what_is_known_and_off_reads_nothing(cache):
+def test_without_the_flag_a_first_start_measures_and_a_second_reads_and_off_does_neither(cache):
     bench = SimulatedBench({**STEP, "library": 45.0})
-    assert on_a_card(bench, measure=None).plan == resolver()({})
+    assert on_a_card(bench, measure="off").plan == resolver()({})
     assert bench.asked == [] and not cache.exists()
-    first = on_a_card(bench, measure="cached")
+    first = on_a_card(bench, measure=None)
     assert bench.asked != [] and first.plan != resolver()({})
     bench = SimulatedBench({})
     assert on_a_card(bench, measure=None).plan == first.plan
