@@ -34,7 +34,7 @@ FEW_ROWS = 16
 
 FUSED_NORM_ROWS = 2
 """Up to here, on fp32 lanes, each program norms the rows itself. On tensor cores that takes longer than a launch for
-all, unless rows are short (a candidate: `LinearTile.norms`): a step of Llama-8B at 4 rows took a third longer."""
+all, also where rows are short (it stays a candidate: `LinearTile.norms`)."""
 
 
 class CalledAttention:
@@ -160,7 +160,7 @@ def projection_tile(
     from pellucid.kernels.triton.linear import linear_tile
     from pellucid.kernels.triton.rows_linear import rows_tile
 
-    tile = rows_tile(weight_rows, k, rows, pair, limits) if rows > 1 else None
+    tile = rows_tile(weight_rows, k, rows, pair, limits) if rows > FUSED_NORM_ROWS else None
     return linear_tile(weight_rows, k, rows) if tile is None and rows <= FEW_ROWS else tile
 
 

@@ -81,8 +81,7 @@ def projections_of(traits: ModelTraits, rows: int) -> tuple[Projection, ...]:
 def tile_candidates(projection: Projection, rows: int, limits: DeviceLimits) -> tuple[str, ...]:
     """Names of tiles that a step of `rows` rows can take here, the default first, then the library.
 
-    Neighbours of the default: half and twice its weight rows and its columns, a quarter and four times what it fetches
-    ahead.
+    Neighbours of the default: half and twice its weight rows and its columns, less and more that it fetches ahead.
     """
     from pellucid.kernels.triton import linear, rows_linear
     from pellucid.layers.fused_step import FUSED_NORM_ROWS, projection_tile
@@ -92,7 +91,7 @@ def tile_candidates(projection: Projection, rows: int, limits: DeviceLimits) -> 
     found: list[linear.LinearTile | rows_linear.RowsTile | None] = [default, None]
     if rows <= linear.MAX_ROWS:
         base = default if isinstance(default, linear.LinearTile) else linear.linear_tile(n, k, rows)
-        near = [*_small_neighbours(base, k, pair)]
+        near = [base, *_small_neighbours(base, k, pair)]
         if 1 < rows <= BOTH_WAYS_ROWS:
             # The default of the other way to multiply: which is faster is near a tie here.
             near.append(linear.linear_tile(n, k, 1 if base.dot else linear.MAX_ROWS))
@@ -223,9 +222,14 @@ def _small_neighbours(base: LinearTile, k: int, pair: bool) -> Iterator[LinearTi
 
 
 def _ahead(tile: LinearTile | RowsTile, k: int) -> Iterator[int]:
+    """Other columns to fetch than the tile's, as far as there are any."""
+    from pellucid.kernels.triton.linear import LinearTile
+
+    there = k - tile.block_k if isinstance(tile, LinearTile) else k // tile.split
     at = AHEAD.index(tile.ahead)
-    if tile.block_k < k:
-        yield from (AHEAD[i] for i in (at - 2, at + 2) if 0 <= i < len(AHEAD))
+    for other in (AHEAD[i] for i in (at - 2, at + 2) if 0 <= i < len(AHEAD)):
+        if min(other, there) != min(tile.ahead, there):
+            yield other
 
 
 def pipeline_bytes(tile: LinearTile, rows: int) -> int:

@@ -14,7 +14,7 @@ from functools import cache
 from typing import Literal
 
 from pellucid.selection.decode_path import FUSED
-from pellucid.selection.evidence import STEP_TIE_SHARE, Evidence, Measurement, fastest, tie_share
+from pellucid.selection.evidence import Evidence, Measurement, is_tie, tie_share
 from pellucid.selection.plan import ExecutionPlan
 from pellucid.selection.registry import discover
 from pellucid.tuning.gate import Bench, GatedTrial, gate
@@ -37,7 +37,7 @@ Mode = Literal["cached", "full"]
 FAMILIES = ("attention", "moe", "linear")
 
 OPS_SHARE, TILES_SHARE = 0.4, 0.75
-"""Of the budget: for backends, and for projections after them. The rest is for confirming both."""
+"""Of the budget: for backends, and for decode steps with them and tiles after that. The rest is for confirming all."""
 
 OUT_OF_TIME = "the seconds to measure were spent (--measure-seconds)"
 
@@ -53,9 +53,9 @@ class Session:
 
     `cached`: what the store has is taken, stale or skipped as it may be, and only the rest is measured. `full`: all is
     measured anew. `check_all` takes many candidates through the gate at once. `before` is called once, when something
-    is to be measured, and may raise CannotMeasureError; its time does not count. Without `asks_slow`, candidates that
-    nvcc compiles on first use are left out: they have no figures then, and a session that asks them asks such questions
-    again.
+    is to be measured, and may raise CannotMeasureError; its time does not count. A session of few seconds, one that is
+    not `thorough`, leaves out candidates that nvcc compiles on first use, and takes it that earlier ones had no time
+    for a question; a thorough one asks both.
     """
 
     store: EvidenceStore
@@ -65,7 +65,7 @@ class Session:
     on_progress: Callable[[str], None] | None = None
     check_all: CheckAll | None = None
     before: Callable[[], None] | None = None
-    asks_slow: bool = True
+    thorough: bool = True
     measured: int = 0
     skipped: Counter[str] = field(default_factory=Counter)
     stale: set[str] = field(default_factory=set)
@@ -103,8 +103,10 @@ class Session:
     def _known(self, question: Question) -> Found | None:
         """What the store has, unless an earlier session left out what this one asks."""
         found = self.store.find(question)
-        if found is None or found.record.skipped or self.bench is None or not self.asks_slow:
+        if found is None or self.bench is None or not self.thorough:
             return found
+        if found.record.skipped:
+            return None
         left_out = slow_to_compile() - found.record.results.keys()
         return None if left_out & set(question.order[1:]) else found
 
@@ -145,7 +147,7 @@ class Session:
             return {}
         budget = self.budget.part(self.share)
         for name in question.order:
-            if not self.asks_slow and name != question.order[0] and name in slow_to_compile():
+            if not self.thorough and name != question.order[0] and name in slow_to_compile():
                 continue
             if budget.left <= 0:
                 return self._keep(question, failed, {}, skipped=OUT_OF_TIME)
@@ -179,6 +181,11 @@ class Session:
         record = Record(question, self.store.fingerprint, results, Provenance.now(counts, spread), skipped)
         self.store.add(record)
         return results
+
+    @property
+    def may_answer(self) -> bool:
+        """Whether it looks up what is known, or has seconds left of its share."""
+        return self.bench is None or self.budget.part(self.share).left > 0
 
     def notes(self) -> tuple[str, ...]:
         """What is worth knowing of how the figures came about."""
@@ -237,7 +244,8 @@ def tune(
     evidence, notes = settle(resolve, evidence)
     session.share = TILES_SHARE
     # What attention gains alone may be lost in the step, and no tile should be measured beside it then.
-    evidence, _ = confirm(resolve, session, evidence, Tiles(), notes)
+    if session.may_answer:
+        evidence, _ = confirm(resolve, session, evidence, Tiles(), notes, final=False)
     chosen = tiles(resolve(evidence)) if tiles is not None else Tiles()
     session.share = 1.0
     evidence, chosen = confirm(resolve, session, evidence, chosen, notes)
@@ -253,22 +261,30 @@ def confirm(
     evidence: dict[tuple[str, int, str], Measurement],
     chosen: Tiles,
     notes: list[str],
+    final: bool = True,
 ) -> tuple[dict[tuple[str, int, str], Measurement], Tiles]:
-    """Evidence and tiles under which no kind of step is slower than the default's; a note for each that was refused."""
+    """Evidence and tiles under which no kind of step is slower than the default's; a note for each that was refused.
+
+    Not `final`: only decode steps, and only those whose figures say so; what is not known yet may be asked later.
+    """
+    refuses = _refused if final else _loses
     while True:
         plan, default = resolve(evidence), resolve(verdicts(evidence))
         if plan.decode_path != FUSED:
             chosen = Tiles()
-        refused = [step for step in steps(plan, default, chosen) if not _confirmed(session.answer(step))]
+        asked = [step for step in steps(plan, default, chosen) if final or step.op == "step.decode"]
+        refused = [step for step in asked if refuses(session.answer(step))]
         if not refused:
             return evidence, chosen
         before = evidence, chosen
         why = {step: f"{step.key}: the default it stays: {_refusal(session.answer(step))}" for step in refused}
         for step in refused:
             notes.append(why[step])
-            evidence = _withdraw(evidence, STEP_OPS[step.op], step.bucket, why[step])
-            if step.op == "step.decode":
+            # Tiles first: what they were measured beside may be right without them.
+            if step.op == "step.decode" and step.bucket in chosen.buckets():
                 chosen = chosen.without(step.bucket)
+            else:
+                evidence = _withdraw(evidence, STEP_OPS[step.op], step.bucket, why[step])
         if (evidence, chosen) == before:
             # What differs is not of the step's own bucket: a page size, or the decode path, for another bucket's sake.
             for step in refused:
@@ -310,12 +326,20 @@ def verdicts(evidence: Evidence) -> dict[tuple[str, int, str], Measurement]:
     return {key: m for key, m in evidence.items() if not m.right}
 
 
-def _confirmed(results: Mapping[str, Measurement]) -> bool:
+def _refused(results: Mapping[str, Measurement]) -> bool:
+    """Whether the measured choices are slower beyond the error of both, wrong, or not known to be neither."""
     if DEFAULT in results and not results[DEFAULT].right:
-        return MEASURED not in results or results[MEASURED].right
-    return all(name in results and results[name].right for name in (DEFAULT, MEASURED)) and (
-        fastest((MEASURED, DEFAULT), results, STEP_TIE_SHARE) == MEASURED
-    )
+        return MEASURED in results and not results[MEASURED].right
+    return not {DEFAULT, MEASURED} <= results.keys() or _loses(results)
+
+
+def _loses(results: Mapping[str, Measurement]) -> bool:
+    mine, default = results.get(MEASURED), results.get(DEFAULT)
+    if mine is None or not mine.right:
+        return mine is not None
+    if default is None or not default.right:
+        return False
+    return mine.seconds > default.seconds and not is_tie(mine, default, share=0.0)
 
 
 def _refusal(results: Mapping[str, Measurement]) -> str:

@@ -46,8 +46,9 @@ INVARIANCE_LOST = (
 SHORT_PROMPT = 256
 """Tokens. Attention is a small part of a step of so few."""
 
-SECONDS_FOR_NVCC = 60
-"""A session of fewer leaves out candidates that compile themselves with nvcc, which takes minutes: `tune` asks them."""
+THOROUGH_SECONDS = 60
+"""A session of fewer leaves out candidates that compile themselves with nvcc, which takes minutes, and what an earlier
+one had no time for: `tune` asks both."""
 
 
 def tune_plan(
@@ -81,7 +82,7 @@ def tune_plan(
     notes: list[str] = []
     with ExitStack() as stack:
         session = Session(store, None, Budget(seconds, clock), mode, on_progress)
-        session.asks_slow = seconds >= SECONDS_FOR_NVCC
+        session.thorough = seconds >= THOROUGH_SECONDS
         beside = TileCompilers(stack)
         if measures:
             # A candidate that hangs may take no more than this; a kernel is compiled in less.

@@ -114,13 +114,15 @@ def test_those_of_most_weights_come_first():
 @pytest.mark.parametrize("rows", [1, 4, 8, 16, 32, 128])
 @pytest.mark.parametrize("model", MODELS)
 def test_candidates_begin_with_the_default_and_fit_the_device(model, rows, limits):
-    from pellucid.kernels.triton.linear import LinearTile
+    from pellucid.kernels.triton.linear import LinearTile, linear_tile
     from pellucid.kernels.triton.rows_linear import RowsTile, tile_bytes
 
     for projection in projections_of(MODELS[model], rows):
         names = tile_candidates(projection, rows, limits)
         assert names[0] == tile_name(projection_tile(*projection[:2], rows, projection.pair, limits))
         assert "library" in names and len(set(names)) == len(names) >= 2
+        if rows <= 16:
+            assert tile_name(linear_tile(*projection[:2], rows)) in names
         for tile in map(parse_tile, names):
             if isinstance(tile, RowsTile):
                 assert tile_bytes(tile, rows) <= limits.shared_memory
@@ -246,6 +248,24 @@ def test_a_backend_that_wins_alone_and_loses_the_step_does_not_cost_the_tiles(tm
     assert found.plan.backends("attention.decode") == {"triton_mla"}
     assert plan_tiles(found.plan)[WIDE, 1] is None
     assert any("step.decode@1: the default it stays" in note for note in found.notes)
+
+
+def test_tiles_that_are_taken_back_leave_the_attention_that_was_confirmed_without_them(tmp_path):
+    class TilesLose(SimulatedBench):
+        def sample(self, question, candidate):
+            seconds = super().sample(question, candidate)
+            tiles = [key for key, _ in question.given if key.startswith("projection.")]
+            return 600e-6 if tiles and candidate == "measured" else seconds
+
+    plan = tuned(tmp_path, TilesLose({**EQUAL, **STEP, f"{WIDE} library@1": 80, "triton_fused": 50.0})).plan
+    assert not [key for key in plan_tiles(plan) if key[1] == 1]
+    assert plan.decision("moe", 1).how == "measured"
+
+
+def test_a_measured_step_that_is_slower_beyond_the_error_is_refused_however_little(tmp_path):
+    times = {**EQUAL, **STEP, f"{WIDE} library@1": 80, f"{WIDE} library@8": 80}
+    found = tuned(tmp_path, SimulatedBench({**times, "default": 500.0, "measured@1": 501.0, "measured@8": 500.0}))
+    assert (WIDE, 1) not in plan_tiles(found.plan) and (WIDE, 8) in plan_tiles(found.plan)
 
 
 def test_a_second_start_takes_the_same_tiles_and_so_does_a_process_that_cannot_make_candidates_up(tmp_path):

@@ -117,6 +117,18 @@ def test_without_the_flag_a_first_start_measures_and_a_second_reads_and_off_does
     assert bench.asked == []
 
 
+def test_what_a_start_had_no_time_for_a_longer_session_asks_and_another_start_does_not():
+    first = SimulatedBench({**STEP})
+    assert any("keep their default" in note for note in on_a_card(first, measure_seconds=5).notes)
+    again = SimulatedBench({**STEP})
+    on_a_card(again, measure_seconds=5)
+    assert again.asked == []
+    longer = SimulatedBench({**STEP})
+    found = on_a_card(longer, measure="cached", measure_seconds=3600)
+    assert longer.asked != []
+    assert not any("keep their default" in note for note in found.notes)
+
+
 def test_several_ranks_are_not_measured_but_take_what_is_known(cache):
     def two(evidence):
         plan = resolver()(evidence)

@@ -3,7 +3,7 @@
 """Dense projections of decode steps of up to 16 rows. Called by decode graphs; `head` shares the two main loops.
 
 Such a step is bound by the bytes of the weights: each is read once, with 16-byte loads, the first before the input is
-there. Up to 4 rows are summed in fp32 lanes (`gemv_tile`), more by the tensor cores, weights as the M side
+there. Up to 2 rows are summed in fp32 lanes (`gemv_tile`), more by the tensor cores, weights as the M side
 (`dot_tile`). RMSNorm needs no second pass over x: sum(x * norm * w) is divided by rms(x), known when the loop ends.
 """
 

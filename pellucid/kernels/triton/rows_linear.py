@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, disable-error-code=assignment
-"""Dense projections of decode steps of 2 to 128 rows. Called by `layers.fused_step`.
+"""Dense projections of decode steps of 3 to 128 rows. Called by `layers.fused_step`.
 
 Such a step still takes as long as its weights, but every weight meets all rows: tiles of weights are the M side of the
 tensor cores' products and the rows the N side, so that no row is padding. Where the tiles are too few for the device,
@@ -171,27 +171,31 @@ def rows_tile(weight_rows: int, k: int, rows: int, pair: bool, limits: DeviceLim
     """The default for weight [weight_rows, k] and `rows` rows; None where another kernel is faster, as on an H200.
 
     Ours are the products that end in SwiGLU, and those back to the hidden size, whose few weight rows are split over
-    the columns: up to 32 rows all, up to 64 the narrow and the long. One wave of programs, each with as deep a pipeline
-    as shared memory holds. Up to 16 rows `linear.small_linear` has what does not gain by copies by descriptors.
+    the columns: up to 32 rows all, up to 64 the long. At most one wave of those, each with as deep a pipeline as shared
+    memory holds. Up to 16 rows `linear.small_linear` has what does not gain by copies by descriptors.
     """
     count, back = limits.sm_count, weight_rows <= k
+    # Descriptors want rows of whole 16 bytes.
+    tma = limits.tma and k % 8 == 0
     wide = pair and triton.cdiv(weight_rows, 256) * 4 >= 3 * count
     long = back and k > 8192
-    if rows > MAX_ROWS or (rows <= 16 and not (limits.tma and (wide or (long and rows > 8)))):
+    if rows > MAX_ROWS or (rows <= 16 and not (tma and (wide or (long and rows > 8)))):
         return None
     if wide:
         tile = RowsTile(256, 64, 1, 8, 4) if rows > 64 else RowsTile(128, 128, 1, 4, 6, 128)
-    elif (back or pair) and rows <= (32 if back and not long and weight_rows >= 4096 else 64):
+    elif (rows <= 32 and (back or pair)) or (rows <= 64 and long and tma):
         block_n = 128 if rows <= 16 else 64
         tiles = triton.cdiv(weight_rows, block_n)
         split = max([1] + [s for s in (2, 4, 8) if tiles * s <= count and 3 * s * 128 <= k])
         tile = RowsTile(block_n, 128, split, 4, 8, 128, together=split > 1)
     else:
         return None
-    tile = tile._replace(tma=limits.tma)
+    tile = tile._replace(tma=tma)
     while tile.stages > 2 and tile_bytes(tile, rows) > limits.shared_memory:
         tile = tile._replace(stages=tile.stages - 1)
-    return tile if tile_bytes(tile, rows) <= limits.shared_memory else None
+    # Of few rows its gain is the depth of its pipeline.
+    deep = tile.stages >= 4 or rows > 16
+    return tile if deep and tile_bytes(tile, rows) <= limits.shared_memory else None
 
 
 def tile_bytes(tile: RowsTile, rows: int) -> int:

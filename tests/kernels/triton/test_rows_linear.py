@@ -95,15 +95,17 @@ def test_programs_of_a_tile_share_the_adding_up(ops, device, dtype, rows, pair):
 def test_tiles_fit_the_device_and_wait_for_each_other_only_where_all_run(ops):
     for sm, shared in ((80, 166_912), (86, 101_376), (90, 232_448), (100, 232_448), (120, 101_376)):
         limits = DeviceLimits(sm, 132, shared)
-        for weight_rows, k in ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (1024, 3072), (3648, 2048)):
-            for rows in (17, 32, 64, 128):
+        shapes = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (1024, 3072), (3648, 2048), (28672, 4100))
+        for weight_rows, k in shapes:
+            for rows in (2, 8, 16, 17, 32, 64, 128):
                 for pair in (False, True):
                     tile = ops.rows_tile(weight_rows, k, rows, pair, limits)
                     if tile is None:
                         continue
                     programs = -(-weight_rows // tile.block_n) * tile.split
                     assert not tile.together or programs <= limits.sm_count
-                    assert not tile.tma or sm >= 90
+                    assert not tile.tma or (sm >= 90 and k % 8 == 0)
+                    assert rows > 16 or (tile.tma and tile.stages >= 4)
                     assert ops.tile_bytes(tile, rows) <= shared
 
 
