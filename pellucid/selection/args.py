@@ -27,7 +27,7 @@ SYNTHETIC = "synthetic"
 
 
 MEASURE_MODES = ("off", "cached", "full")
-"""`cached`, as without the flag, measures once and reads what it found from then on."""
+"""`cached` measures once and reads what it found from then on, as a start with a GPU does without the flag."""
 
 
 def short_dtype(name: str) -> str:
@@ -77,7 +77,9 @@ class EngineArgs:
     threads: int | None = _flag(int, "CPU threads of the kernels.")
     seed: int | None = _flag(int, "Seed of requests that bring none.")
     measure: str | None = _flag(
-        str, "Choose by speed measured on this machine: not, where it was not measured before, or anew.", *MEASURE_MODES
+        str,
+        "Choose by measured speed: not, by what is known or else measured now (a start with a GPU), or anew.",
+        *MEASURE_MODES,
     )
     measure_seconds: int | None = _flag(
         int, "Most seconds that measuring may take: 10 at a start, 600 of `tune` and `doctor --kernels` if not given."
