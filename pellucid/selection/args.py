@@ -78,7 +78,7 @@ class EngineArgs:
     seed: int | None = _flag(int, "Seed of requests that bring none.")
     measure: str | None = _flag(
         str,
-        "Choose by measured speed: not, by what is known or else measured now (a start with a GPU), or anew.",
+        "Choose by speed measured on this machine: never, once (the default with a GPU), or anew.",
         *MEASURE_MODES,
     )
     measure_seconds: int | None = _flag(
