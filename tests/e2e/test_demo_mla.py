@@ -42,7 +42,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=LENGTH, ignore_eos=True)
 @pytest.fixture(scope="module")
 def llm() -> LLM:
     # One thread: two that wait for each other on a busy machine can be slower by far.
-    return LLM("demo-mla", threads=1)
+    return LLM("demo-mla", threads=1, measure="off")
 
 
 @pytest.fixture(scope="module")
@@ -101,7 +101,9 @@ def test_chunks_the_cache_and_the_batch_change_no_token(llm: LLM, prompts: list[
     assert [output.outputs[0].token_ids for output in cached] == batched
     read = [one.metrics.cached_prompt_tokens for output in cached if (one := output.outputs[0]).metrics]
     assert max(read) >= 128
-    chunked = LLM("demo-mla", threads=1, max_num_batched_tokens=24, max_num_seqs=3, enable_prefix_caching=False)
+    chunked = LLM(
+        "demo-mla", threads=1, measure="off", max_num_batched_tokens=24, max_num_seqs=3, enable_prefix_caching=False
+    )
     assert [output.outputs[0].token_ids for output in chunked.generate(prompts, GREEDY)] == batched
     for index in (0, -1):
         [alone] = chunked.generate([prompts[index]], GREEDY)

@@ -34,7 +34,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=LENGTH)
 @pytest.fixture(scope="module")
 def llm(smollm2_path: Path) -> LLM:
     # One thread: two that wait for each other on a busy machine can be slower by far.
-    return LLM(smollm2_path, threads=1)
+    return LLM(smollm2_path, threads=1, measure="off")
 
 
 @pytest.mark.parametrize(

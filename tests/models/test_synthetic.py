@@ -36,7 +36,7 @@ def config_folder(path: Path, name: str, **changes: Any) -> Path:
 
 def make(path: Path, name: str, seqs: int = 32, length: int = 64, **changes: Any) -> LLM:
     folder = config_folder(path, name, **changes)
-    return LLM(folder, load_format="synthetic", threads=1, max_num_seqs=seqs, max_model_len=length,
+    return LLM(folder, load_format="synthetic", threads=1, measure="off", max_num_seqs=seqs, max_model_len=length,
                enable_prefix_caching=False)  # fmt: skip
 
 
