@@ -68,14 +68,16 @@ def _others(
 ) -> Iterator[tuple[str, str, str, str]]:
     """Name of the plan, key of its decision, backend and obstacle, of all that fit instead of the default's.
 
-    Not of plain torch, which takes a hundred times as long.
+    Plain torch is left out on a GPU, where it takes a hundred times as long.
     """
     usable = {(b.op, b.name) for b in discover() if b.fused_decode is not None}
     families = [(f"attention.{phase}", "attention"), *([("moe", "experts")] if traits.moe is not None else [])]
     for op, part in families:
         decision = default.decision(op, bucket)
-        for name in (r.candidate for r in decision.rejected if r.runs and r.candidate != REFERENCE):
+        for name in (r.candidate for r in decision.rejected if r.runs):
             obstacle = ""
+            if name == REFERENCE and default.device == "cuda":
+                continue
             if _is_fused(default, phase) and (op.partition(".")[0], name) not in usable:
                 obstacle = "a fused step can't call it"
             elif op == "moe" and not share_weights(op, (name, str(decision.value))):

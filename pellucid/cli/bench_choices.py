@@ -50,13 +50,20 @@ def choices(
     args = engine_args(ctx, model)
     if args.measure is not None:
         raise PellucidError(f"--measure {args.measure}: here what was measured before is compared; leave it out")
+    if args.measure_seconds is not None:
+        raise PellucidError("--measure-seconds: nothing is measured here but the steps compared; leave it out")
     files = open_model(args.model, args.load_format)
     measured, default = make_plan(args, files), make_plan(replace(args, measure="off"), files)
     # Sizes that nobody typed are those that the plan has.
+    typed = {*concurrency, *prompt_tokens}
     if ctx.get_parameter_source("concurrency") is ParameterSource.DEFAULT:
         concurrency = tuple(rows for rows in concurrency if rows <= default.max_num_seqs)
     if ctx.get_parameter_source("prompt_tokens") is ParameterSource.DEFAULT:
         prompt_tokens = tuple(rows for rows in prompt_tokens if rows <= default.max_num_batched_tokens)
+    missing = sorted(typed - {*concurrency, *prompt_tokens})
+    if missing and not as_json:
+        beyond = f"--max-num-seqs {default.max_num_seqs}, --max-num-batched-tokens {default.max_num_batched_tokens}"
+        click.echo(f"left out: {', '.join(map(str, missing))}, beyond {beyond}")
     if not any(decision.how == "measured" for decision in measured.decisions):
         raise PellucidError(f"{model}: nothing was measured here with these flags; run `pellucid tune` first")
     record = bench.compare_plans(

@@ -39,8 +39,8 @@ def tune(ctx: click.Context, /, model: str, **_: Any) -> None:
         plan = make_plan(args, open_model(args.model, args.load_format), measure=True, on_progress=status.update)
     finally:
         status.close()
-    for row in rows(plan.decisions):
-        if row.table is not None:
-            click.echo(f"{row.title}  {row.value}")
-            click.echo("\n".join(f"  {line}" for line in table_lines(row.table)))
-    click.echo(TABLE_LEGEND)
+    measured = [(row, row.table) for row in rows(plan.decisions) if row.table is not None]
+    for row, table in measured:
+        click.echo(f"{row.title}  {row.value}")
+        click.echo("\n".join(f"  {line}" for line in table_lines(table)))
+    click.echo(TABLE_LEGEND if measured else "nothing was worth so few seconds; --measure full asks all")

@@ -33,6 +33,8 @@ def find_decision(plan: ExecutionPlan, key: str) -> Decision:
         PellucidError: no such decision; the message has the nearest names, and where a candidate of that name stands.
     """
     typed, _, tokens = key.partition("@")
+    if typed.removeprefix("--").replace("-", "_") in ("measure", "measure_seconds"):
+        raise PellucidError(f"--why {key}: it governs every decision that is not asked or forced; see one, as moe@1")
     known = {d.op: plan.buckets(d.op) for d in plan.decisions}
     op = _op_of(typed, known)
     if op is None:
@@ -62,7 +64,7 @@ def _nearest(plan: ExecutionPlan, typed: str, known: dict[str, tuple[int, ...]])
     """`; nearest: ...`, and where a candidate of that name is decided on; empty when nothing is near."""
     where = [d.op for d in plan.decisions if typed and (typed == d.value or typed in (r.candidate for r in d.rejected))]
     if where:
-        return f"; {typed} is a candidate of {', '.join(dict.fromkeys(where))}"
+        return f"; {typed} is a candidate of {', '.join(dict.fromkeys(where))}: --why {where[0]} tells of it"
     parts = [name for name in known if typed and (typed in name or name.partition(".")[0] == typed.partition(".")[0])]
     near = dict.fromkeys([*parts, *get_close_matches(typed, known, MOST_NEAREST, 0.5)])
     return f"; nearest: {', '.join(list(near)[:MOST_NEAREST])}" if near else ""

@@ -277,7 +277,7 @@ def confirm(
         if not refused:
             return evidence, chosen
         before = evidence, chosen
-        why = {step: f"{step.key}: the default it stays: {_refusal(session.answer(step))}" for step in refused}
+        why = {step: f"{step.key}: the default stays: {_refusal(session.answer(step))}" for step in refused}
         for step in refused:
             notes.append(why[step])
             # Tiles first: what they were measured beside may be right without them.
@@ -347,7 +347,7 @@ def _refusal(results: Mapping[str, Measurement]) -> str:
     if measured is not None and not measured.right:
         return f"the step of the measured choices {measured.detail}"
     if measured is None or DEFAULT not in results:
-        return "there was no time to confirm the measured choices"
+        return "there was no time to confirm the measured choices; a larger --measure-seconds of `pellucid tune` has it"
     return f"with the measured choices its step takes {measured}, by default {results[DEFAULT]}"
 
 

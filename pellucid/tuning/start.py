@@ -64,14 +64,14 @@ def tune_plan(
 ) -> Tuned:
     """The plan of what is known of this machine's speeds, and with `measure` of what can be found out now.
 
-    A start with a GPU measures what is not known, unless `--measure off` forbids it. Without one only `--measure full`
-    does, since the engine's own kernels come first there anyway. Nor does a start with several ranks, whose steps this
-    version does not time.
+    A start with a GPU measures what is not known, unless `--measure off` forbids it. Without one it measures where
+    `--measure` asks for it, since the engine's own kernels come first there anyway. Nor does a start with several
+    ranks, whose steps this version does not time.
     `bench`: instead of real backends in a child process, with a `clock` of its own.
     """
     default = resolve({})
     mode: Mode = "full" if args.measure == "full" and measure else "cached"
-    wanted = measure and (default.device == "cuda" or mode == "full")
+    wanted = measure and (default.device == "cuda" or args.measure is not None)
     measures = wanted and default.tensor_parallel_size == 1
     if args.measure == "off":
         return Tuned(default, {}, ())
@@ -177,11 +177,12 @@ def _limits(hardware: Hardware) -> DeviceLimits:
 
 
 def _asks(default: ExecutionPlan, traits: ModelTraits, session: Session, question: Question) -> bool:
-    """Whether to ask. A start spends its seconds neither on plain torch as the only rival, nor on attention of short
-    prompts, which costs little where their steps are captured; what is known counts."""
+    """Whether to ask. On a GPU a start spends its seconds neither on plain torch as the only rival, nor on attention of
+    short prompts, which costs little where their steps are captured; what is known counts."""
     rivals = [name for name in question.order[1:] if name != REFERENCE]
     short = question.op == "attention.prefill" and question.bucket <= min(SHORT_PROMPT, default.prompt_graphs)
-    worth = session.mode == "full" or (bool(rivals) and not short) or session.store.find(question) is not None
+    whole = session.mode == "full" or default.device == "cpu"
+    worth = whole or (bool(rivals) and not short) or session.store.find(question) is not None
     return worth and drawable(question, traits)
 
 

@@ -21,7 +21,7 @@ from pellucid.tuning import start
 from pellucid.tuning.session import Tuned
 
 ARGS = EngineArgs("demo-mla", device="cpu")
-NOTES = ("step.decode@1: the default it stays", "figures of older versions are used")
+NOTES = ("step.decode@1: the default stays", "figures of older versions are used")
 
 
 def tuned_with_notes(_args, _traits, _machine, resolve, *_, **__) -> Tuned:

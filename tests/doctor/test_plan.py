@@ -72,7 +72,7 @@ def test_the_command_names_what_was_measured_and_what_came_of_it(tiny):
     measure_here(tiny, SimulatedBench({**FAST, "default": 10.0, "measured": 20.0}))
     after = CliRunner().invoke(cli, ["doctor", str(tiny), *TINY]).output
     assert "(measured)" not in before and "note" not in before
-    assert "step.decode@1: the default it stays" in after and after.count("step.decode@1: ") == 1
+    assert "step.decode@1: the default stays" in after and after.count("step.decode@1: ") == 1
 
 
 def test_of_a_machine_that_is_described_nothing_is_known_even_when_it_is_like_this_one(tiny, tmp_path):

@@ -247,7 +247,7 @@ def test_a_backend_that_wins_alone_and_loses_the_step_does_not_cost_the_tiles(tm
     assert found.plan.decode_path == "fused"
     assert found.plan.backends("attention.decode") == {"triton_mla"}
     assert plan_tiles(found.plan)[WIDE, 1] is None
-    assert any("step.decode@1: the default it stays" in note for note in found.notes)
+    assert any("step.decode@1: the default stays" in note for note in found.notes)
 
 
 def test_tiles_that_are_taken_back_leave_the_attention_that_was_confirmed_without_them(tmp_path):
