@@ -75,9 +75,9 @@ def _others(
     for op, part in families:
         decision = default.decision(op, bucket)
         for name in (r.candidate for r in decision.rejected if r.runs):
-            obstacle = ""
             if name == REFERENCE and default.device == "cuda":
                 continue
+            obstacle = ""
             if _is_fused(default, phase) and (op.partition(".")[0], name) not in usable:
                 obstacle = "a fused step can't call it"
             elif op == "moe" and not share_weights(op, (name, str(decision.value))):

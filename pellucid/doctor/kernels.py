@@ -27,7 +27,7 @@ from pellucid.tuning.measure import LEADER_ROUNDS, Budget, CannotMeasureError, Q
 from pellucid.tuning.pool import Pair, ProbePool
 from pellucid.tuning.problems import drawable
 from pellucid.tuning.session import FAMILIES, OUT_OF_TIME, CheckAll, Mode, Resolve, Session, settle
-from pellucid.tuning.start import FULL_SECONDS
+from pellucid.tuning.start import FULL_SECONDS, OTHERS_MEASURE
 from pellucid.tuning.step_choices import traits_of
 from pellucid.tuning.store import EvidenceStore, Fingerprint, Found, Record
 from pellucid.tuning.workbench import Workbench
@@ -39,8 +39,6 @@ FEW_TOKENS = (1, 8)
 
 CHUNK = 512
 """The same of prompts."""
-
-OTHERS = "another process measures on this machine now, and two would time each other"
 
 PART_S = 1.0
 """Of a question at least, gated before: with less none would be timed to the end where seconds are few."""
@@ -129,7 +127,10 @@ def run_kernels(
     budget = WholeBudget(args.measure_seconds or FULL_SECONDS, clock)
     with ExitStack() as stack:
         if not stack.enter_context(store.alone()):
-            return (), [*lines, Check(GROUP, "numeric gate, speed", "warn", f"not run: {OTHERS}", "run it again later")]
+            return (), [
+                *lines,
+                Check(GROUP, "numeric gate, speed", "warn", f"not run: {OTHERS_MEASURE}", "run it again later"),
+            ]
         pooled = bench is None and plan.device == "cuda"
         if bench is None:
             bench = probe = stack.enter_context(Probe(Workbench(traits, plan)))

@@ -245,10 +245,12 @@ def tune(
     session.share = TILES_SHARE
     # What attention gains alone may be lost in the step, and no tile should be measured beside it then.
     if session.may_answer:
-        evidence, _ = confirm(resolve, session, evidence, Tiles(), notes, final=False)
+        evidence, _, more = confirm(resolve, session, evidence, Tiles(), final=False)
+        notes += more
     chosen = tiles(resolve(evidence)) if tiles is not None else Tiles()
     session.share = 1.0
-    evidence, chosen = confirm(resolve, session, evidence, chosen, notes)
+    evidence, chosen, more = confirm(resolve, session, evidence, chosen)
+    notes += more
     plan = resolve(evidence)
     frozen = replace(plan, decisions=(*plan.decisions, *chosen.decisions()))
     # A step that is refused in several rounds has one note of each.
@@ -260,14 +262,13 @@ def confirm(
     session: Session,
     evidence: dict[tuple[str, int, str], Measurement],
     chosen: Tiles,
-    notes: list[str],
     final: bool = True,
-) -> tuple[dict[tuple[str, int, str], Measurement], Tiles]:
+) -> tuple[dict[tuple[str, int, str], Measurement], Tiles, list[str]]:
     """Evidence and tiles under which no kind of step is slower than the default's; a note for each that was refused.
 
     Not `final`: only decode steps, and only those whose figures say so; what is not known yet may be asked later.
     """
-    refuses = _refused if final else _loses
+    refuses, notes = _refused if final else _loses, list[str]()
     while True:
         plan, default = resolve(evidence), resolve(verdicts(evidence))
         if plan.decode_path != FUSED:
@@ -275,7 +276,7 @@ def confirm(
         asked = [step for step in steps(plan, default, chosen) if final or step.op == "step.decode"]
         refused = [step for step in asked if refuses(session.answer(step))]
         if not refused:
-            return evidence, chosen
+            return evidence, chosen, notes
         before = evidence, chosen
         why = {step: f"{step.key}: the default stays: {_refusal(session.answer(step))}" for step in refused}
         for step in refused:

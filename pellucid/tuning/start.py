@@ -81,8 +81,8 @@ def tune_plan(
     seconds = args.measure_seconds or DEFAULT_SECONDS
     notes: list[str] = []
     with ExitStack() as stack:
-        session = Session(store, None, Budget(seconds, clock), mode, on_progress)
-        session.thorough = seconds >= THOROUGH_SECONDS
+        thorough = seconds >= THOROUGH_SECONDS
+        session = Session(store, None, Budget(seconds, clock), mode, on_progress, thorough=thorough)
         beside = TileCompilers(stack)
         if measures:
             # A candidate that hangs may take no more than this; a kernel is compiled in less.

@@ -121,11 +121,12 @@ def _rows_kernel(
     n = tile * OUTPUTS
     begin = split * PART
     end = tl.minimum(begin + PART, K)
-    if PDL and AHEAD > 0:
+    COLUMNS: tl.constexpr = min(AHEAD, PART, K)
+    if PDL and COLUMNS > 0:
         i = n + tl.arange(0, OUTPUTS)
-        fetch_to_l2(address, i.to(tl.int64), i < N, begin, K, AHEAD)
+        fetch_to_l2(address, i.to(tl.int64), i < N, begin, K, COLUMNS)
         if PAIR:
-            fetch_to_l2(address, N + i.to(tl.int64), i < N, begin, K, AHEAD)
+            fetch_to_l2(address, N + i.to(tl.int64), i < N, begin, K, COLUMNS)
     wait_for_input(PDL)
     total = tl.zeros([OUTPUTS, RP], tl.float32)
     second = tl.zeros([OUTPUTS, RP], tl.float32)
@@ -249,10 +250,9 @@ def rows_linear(
         if tile.tma
         else (x, weight)
     )
-    part = triton.cdiv(triton.cdiv(k, tile.block_k), tile.split) * tile.block_k
     _rows_kernel[(triton.cdiv(n, outputs), tile.split)](
         source, x.stride(0), rows, matrix, weight_rows, bias, out, out.stride(0), n, parts, arrived, weight,
         K=k, RP=rp, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, SPLIT=tile.split, STAGES=tile.stages,
-        AHEAD=min(tile.ahead, part, k), PAIR=pair, RESIDUAL=residual, TMA=tile.tma,
+        AHEAD=tile.ahead, PAIR=pair, RESIDUAL=residual, TMA=tile.tma,
         TOGETHER=tile.together, PDL=pdl, num_warps=tile.warps, launch_pdl=pdl,
     )  # fmt: skip
